@@ -44,7 +44,7 @@ class Gate:
 
 
 @dataclass(frozen=True)
-class Check:
+class GateCheck:
     """The result of one comparison with a threshold. `cell` is None for a check of all cells together."""
 
     name: str
@@ -89,14 +89,14 @@ def read_gate(file: Path) -> Gate:
     return gate
 
 
-def checks_of(gate: Gate, target: str | None, runs: Path, allowed: Set[str]) -> Iterator[Check]:
+def checks_of(gate: Gate, target: str | None, runs: Path, allowed: Set[str]) -> Iterator[GateCheck]:
     """Yield every check of a gate. A run that failed is judged by `failed_cells` alone, and one that is not over cannot
     be judged.
     """
     try:
         selection = choose(target, runs)
     except (ConfigError, OSError) as error:
-        yield Check("failed_cells", None, False, None, gate.failed_cells, f"cannot be judged: {error}")
+        yield GateCheck("failed_cells", None, False, None, gate.failed_cells, f"cannot be judged: {error}")
         return
     cells = [cell for cell in gather(selection) if not cell.repeat]
     named = dict(zip(labels(cells, selection.manifest is not None), cells, strict=True)) if cells else {}
@@ -104,7 +104,7 @@ def checks_of(gate: Gate, target: str | None, runs: Path, allowed: Set[str]) -> 
     done = {label: cell for label, cell in named.items() if cell.done}
     wanted = [name for name in TABLE if getattr(gate, name) is not None]
     for name in [*wanted, *(["step_seconds"] if gate.speed_baseline else [])] if not done else ():
-        yield Check(name, None, False, None, getattr(gate, name, None), "cannot be judged: no run is done")
+        yield GateCheck(name, None, False, None, getattr(gate, name, None), "cannot be judged: no run is done")
     for name in wanted:
         for label, cell in done.items():
             yield _number(name, label, cell, getattr(gate, name))
@@ -112,41 +112,43 @@ def checks_of(gate: Gate, target: str | None, runs: Path, allowed: Set[str]) -> 
         yield from _speeds(gate, named, done, runs, allowed)
 
 
-def _failed(gate: Gate, named: dict[str, ReportCell]) -> Iterator[Check]:
+def _failed(gate: Gate, named: dict[str, ReportCell]) -> Iterator[GateCheck]:
     """Yield the check of the number of failed runs, and a missed one for each run that is not over."""
     lost = [label for label, cell in named.items() if cell.lost or cell.state.kind == "interrupted"]
     reason = ", ".join(f"{label} ({named[label].word})" for label in lost) or None
     if named:
-        yield Check("failed_cells", None, len(lost) <= gate.failed_cells, len(lost), gate.failed_cells, reason)
+        yield GateCheck("failed_cells", None, len(lost) <= gate.failed_cells, len(lost), gate.failed_cells, reason)
     else:
-        yield Check("failed_cells", None, False, None, gate.failed_cells, "cannot be judged: no runs")
+        yield GateCheck("failed_cells", None, False, None, gate.failed_cells, "cannot be judged: no runs")
     for label, cell in named.items():
         if not cell.done and label not in lost:
-            yield Check("failed_cells", label, False, None, None, f"cannot be judged: {cell.word}")
+            yield GateCheck("failed_cells", label, False, None, None, f"cannot be judged: {cell.word}")
 
 
-def _number(name: str, label: str, cell: ReportCell, limit: float) -> Check:
+def _number(name: str, label: str, cell: ReportCell, limit: float) -> GateCheck:
     value = {"mean_loss": cell.loss, "held_out_loss": cell.held_out, "memory_gib": cell.memory}[name]
     if value is None:
-        return Check(name, label, False, None, limit, f"cannot be judged: the run has no {name}")
+        return GateCheck(name, label, False, None, limit, f"cannot be judged: the run has no {name}")
     if not isfinite(value):
-        return Check(name, label, False, None, limit, f"{value} is not a finite number")
-    return Check(name, label, value <= limit, value, limit)
+        return GateCheck(name, label, False, None, limit, f"{value} is not a finite number")
+    return GateCheck(name, label, value <= limit, value, limit)
 
 
 def _speeds(
     gate: Gate, named: dict[str, ReportCell], done: dict[str, ReportCell], runs: Path, allowed: Set[str]
-) -> Iterator[Check]:
+) -> Iterator[GateCheck]:
     """Yield a check of the step times of each run that is done, except the baseline."""
     name = gate.speed_baseline or ""
     try:
         baseline = named.get(name) or _single(name, runs)
     except (ConfigError, OSError) as error:
-        yield Check("step_seconds", None, False, reason=f"cannot be judged: speed_baseline: {error}")
+        yield GateCheck("step_seconds", None, False, reason=f"cannot be judged: speed_baseline: {error}")
         return
     others = {label: cell for label, cell in done.items() if cell.directory.resolve() != baseline.directory.resolve()}
     if not others:
-        yield Check("step_seconds", None, False, reason=f"cannot be judged: {name} is the only run, and the baseline")
+        yield GateCheck(
+            "step_seconds", None, False, reason=f"cannot be judged: {name} is the only run, and the baseline"
+        )
     for label, cell in others.items():
         yield _speed(label, cell, baseline, gate.speed_tolerance, allowed)
 
@@ -160,7 +162,7 @@ def _single(name: str, runs: Path) -> ReportCell:
     return found
 
 
-def _speed(label: str, cell: ReportCell, baseline: ReportCell, tolerance: float, allowed: Set[str]) -> Check:
+def _speed(label: str, cell: ReportCell, baseline: ReportCell, tolerance: float, allowed: Set[str]) -> GateCheck:
     """Compare the mean step times of two runs. The limit is above the baseline's mean by the spread of its step times or
     by the tolerance, whichever is more.
     """
@@ -174,13 +176,13 @@ def _speed(label: str, cell: ReportCell, baseline: ReportCell, tolerance: float,
             f"{who} has {counted(min(len(own), len(reference)), 'row')} of steady step times, and a spread needs {ROWS}"
         )
     if reason:
-        return Check("step_seconds", label, False, reason=f"cannot be judged: {reason}")
+        return GateCheck("step_seconds", label, False, reason=f"cannot be judged: {reason}")
     usual, spread = mean(reference), stdev(reference)
     limit, value = usual + max(spread, tolerance * usual), mean(own)
     basis = f"the baseline's {len(reference)} rows have a mean of {usual:.4g} s and a spread of {spread:.2g} s"
     if cell.busy or baseline.busy:
         basis += "; other programs used the machine"
-    return Check("step_seconds", label, value <= limit, value, limit, basis)
+    return GateCheck("step_seconds", label, value <= limit, value, limit, basis)
 
 
 def step_times(cell: ReportCell) -> list[float]:
