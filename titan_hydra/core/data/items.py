@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.files import expand
 
 from . import files
+from .opening import OpenFiles
 from .permutation import permute
 from .shards import BadShard, BadShards
 
-OPEN_FILES = 64  # maximum number of open files, as a process has a limited number of descriptors
 TRIES = 1000  # maximum number of samples that are tried as a replacement for an unreadable one
 
 
@@ -78,7 +77,7 @@ class TokenFiles(Numbered):
             tokens = sum(header["tokens"] for header in headers)
             raise ConfigError(f"{key}={path}: {tokens} tokens, fewer than one sample of data.seq_len={seq_len} + 1")
         self.signature = {"samples": self.ends[-1]}
-        self._open = functools.lru_cache(OPEN_FILES)(lambda shard: self.shards[shard].file.open("rb", buffering=0))
+        self.open_files = OpenFiles()
 
     def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
         epoch, index = divmod(number, self.ends[-1])
@@ -100,7 +99,7 @@ class TokenFiles(Numbered):
         dtype, first = np.dtype(header["dtype"]), place * self.seq_len
         size = (self.seq_len + 1) * dtype.itemsize
         try:
-            content = os.pread(self._open(shard).fileno(), size, first * dtype.itemsize)
+            content = os.pread(self.open_files.descriptor(file), size, first * dtype.itemsize)
             if len(content) < size:
                 raise BadShard(file, f"{self.key}={file}: it has been cut off since it was opened")
             tokens = np.frombuffer(content, dtype)

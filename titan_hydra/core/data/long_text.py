@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,7 @@ class LongText:
             error = found
         if error:
             raise BadShard(file, unreadable(file, error)) from error
+        weakref.finalize(self, self.stream.close)
         self.size = self.stream.seek(0, os.SEEK_END)
         self.start = len(BOM) if os.pread(self.stream.fileno(), len(BOM), 0) == BOM else 0
         next(self.pieces())

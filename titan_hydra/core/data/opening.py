@@ -70,6 +70,29 @@ def opened(file: Path) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(file)) if file.suffix == ".gz" else open(file, "rb")
 
 
+OPEN_FILES = 64
+
+
+class OpenFiles:
+    """The files that were read last, opened for `os.pread`: at most `most`, as a process has a limited number of
+    descriptors.
+    """
+
+    def __init__(self, most: int = OPEN_FILES):
+        self.most, self.streams = most, dict[Path, IO[bytes]]()
+
+    def descriptor(self, file: Path) -> int:
+        """Return the descriptor of a file, which is opened unless it is open."""
+        self.streams[file] = self.streams.pop(file, None) or file.open("rb", buffering=0)  # the last used stands last
+        if len(self.streams) > self.most:
+            self.streams.pop(next(iter(self.streams))).close()
+        return self.streams[file].fileno()
+
+    def __del__(self) -> None:
+        for stream in self.streams.values():
+            stream.close()
+
+
 def broken_off(file: Path, line: int, error: Exception) -> BadShard:
     """Return the bad row or shard for an error that stands behind `line` lines: a truncated file lacks one row, and all
     behind a damage is lost.

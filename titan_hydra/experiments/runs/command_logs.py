@@ -7,6 +7,7 @@ import codecs
 import re
 import sys
 import time
+import weakref
 from pathlib import Path
 
 from titan_hydra.core.base.errors import ConfigError, Exit
@@ -150,6 +151,7 @@ class Tail:
 
     def __init__(self, path: Path, lines: int | None = None) -> None:
         self.path, self.file = path, open_plain(path)
+        weakref.finalize(self, self.file.close)
         self.decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         if lines is not None:
             shown = layout.last_lines(path, lines, 1 << 24) if lines else ""

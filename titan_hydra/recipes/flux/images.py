@@ -21,7 +21,8 @@ import numpy as np
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.data.files import path_of, place_in
-from titan_hydra.core.data.items import OPEN_FILES, Numbered, dice_of
+from titan_hydra.core.data.items import Numbered, dice_of
+from titan_hydra.core.data.opening import OPEN_FILES
 from titan_hydra.core.data.permutation import permute
 from titan_hydra.core.data.unknown import in_rows
 from titan_hydra.core.job.config.fault import Fault

@@ -8,7 +8,6 @@ of its own samples.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import math
 import os
@@ -24,6 +23,7 @@ import numpy as np
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.data import files, unknown
 from titan_hydra.core.data.files import json_of
+from titan_hydra.core.data.opening import OpenFiles
 from titan_hydra.core.data.shards import BadRow, BadShard, BadShards
 from titan_hydra.core.data.tokenizer import Tokenizer
 from titan_hydra.core.job.config import schema
@@ -104,7 +104,7 @@ class TarRows:
         """Find the samples among the first `most` members of each file, or among all members if `most` is None."""
         # (file, name, {suffix: place of the member})
         self.rows: list[tuple[Path, str, dict[str, tuple[int, int]]]] = []
-        self.open = functools.lru_cache(64)(lambda file: file.open("rb", buffering=0))
+        self.open_files = OpenFiles()
         for file in files:
             try:
                 self.rows += _members(file, most)
@@ -119,7 +119,7 @@ class TarRows:
         not read.
         """
         file, name, members = self.rows[number]
-        descriptor = self.open(file).fileno()
+        descriptor = self.open_files.descriptor(file)
         return f"{file}:{name}", {
             suffix: b"" if suffix in omit else os.pread(descriptor, size, start)
             for suffix, (start, size) in members.items()
