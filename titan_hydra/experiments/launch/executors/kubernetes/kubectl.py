@@ -107,6 +107,16 @@ class Namespace:
             raise error
         return done.stdout
 
+    def require_answer(self) -> None:
+        """Raise KubectlError if the API server does not answer. Of every other request, kubectl first asks ten times what
+        kinds of objects there are, so that a server that is down would cost a minute.
+        """
+        try:
+            self.call("get", "--raw", "/version")
+        except KubectlError as error:
+            if error.uncertain:
+                raise
+
     @property
     def server(self) -> str:
         """The address of the API server, as kubectl's configuration names it."""
@@ -196,6 +206,7 @@ def ask_namespaces(owners: Iterable[Owner]) -> Queue:
         queue.asked.add(owner["token"])
     for place, some in places.items():
         try:
+            place.require_answer()
             found = {name: job for job in jobs_listed(place) for name in (job.id, job.token)}
             clusters: dict[str, str] = {}  # by what distinguishes a cluster, as there may be a thousand attempts
             for owner in some:

@@ -105,6 +105,11 @@ def faults_of_place(cells: list[Cell]) -> Iterable[Fault]:
         yield Fault("cluster.executor", "kubernetes", str(error))
         return
     where = f"namespace {place.name}, context {place.context}"
+    try:
+        place.require_answer()
+    except KubectlError as error:
+        yield Fault("cluster.executor", "kubernetes", f"{where}: {error}")
+        return
     lacking = rights_lacking(place)
     for right in lacking:
         if not right.required:
