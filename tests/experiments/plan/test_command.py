@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import time
 from pathlib import Path
@@ -12,7 +13,10 @@ from matplotlib.axes import Axes
 from tests.kits import forked
 from titan_hydra import cli
 from titan_hydra.core.job.config.family import FAMILIES, decoder_parameters
+from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.rules.checks import check
 from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.plan.predict import predict
 
 ROOT = Path(__file__).parents[3]
 LINE = ["model=llama3_8b", "data=synthetic", "data.seq_len=8192", "hardware=h100_500w", "compile=block"]
@@ -34,7 +38,8 @@ def test_a_search_prints_lines_to_paste_and_draws(capsys, tmp_path, monkeypatch)
     )
     status, out, _ = plan(capsys, *LINE, "data.global_batch=16", "--gpus", "8", "--plot", str(tmp_path / "new"))
     assert status == 0 and "legal points on 8 x h100_500w of 95 GiB" in out
-    assert any(line.strip().startswith("1  gpus=8 parallelism.dp_shard=8 ac=") for line in out.splitlines())
+    line = f" 1  python launch.py {' '.join(LINE)} cluster=slurm gpus=8 parallelism.dp_shard=8 ac="
+    assert any(text.startswith(line) for text in out.splitlines())
     assert {path.name for path in (tmp_path / "new").iterdir()} == {
         f"plan-{name}.{end}" for name in ("memory", "speed") for end in ("png", "svg")
     }
@@ -42,6 +47,54 @@ def test_a_search_prints_lines_to_paste_and_draws(capsys, tmp_path, monkeypatch)
         assert ">llama3_8b on h100_500w: " in (tmp_path / f"new/plan-{name}.svg").read_text()
     # it surely fits below the first number, and is refused above the second
     assert bands == [pytest.approx((0.92 * 95, 1.10 * 95))]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=llama3_70b", "data.seq_len=8192", "gpus=64"],
+        ["model=qwen3_30b_a3b", "data.seq_len=8192", "gpus=8"],
+        # words that a layout replaces, degrees of an option that it does not name, and a word for the shell
+        ["model=llama3_8b", "parallelism=fsdp_tp_pp", "ac=full", "data.seq_len=8192", "compile=block", "gpus=16"],
+        ["model=llama3_8b", "cluster=local", "parallelism.async_tp=true", "compile=block", "gpus=8", "notes='a b'"],
+    ],
+)
+def test_each_line_of_a_search_is_whole_and_composes_the_layout_of_its_row(capsys, words):
+    _, out, _ = plan(capsys, *words, "hardware=h100")
+    _, found, _ = plan(capsys, *words, "hardware=h100", "--json")
+    lines = [text.partition("python launch.py ")[2] for text in out.splitlines() if "python launch.py " in text]
+    rows = json.loads(found)
+    assert len(lines) == len(rows) > 3
+    for line, row in zip(lines, rows, strict=True):
+        job = freeze(compose_job(*shlex.split(line)))
+        assert not check(job) and job.notes == ("a b" if len(words) == 6 and "notes" in words[-1] else "")
+        again = predict(job)
+        assert again.peak.gib == pytest.approx(row["memory_gib"], rel=1e-6), line
+        assert again.speed.tokens_per_second == pytest.approx(row["tokens_per_second"], rel=1e-6), line
+
+
+def test_layouts_that_fit_stand_before_tight_ones_which_are_faster(capsys):
+    words = ["model=qwen3_30b_a3b", "data.seq_len=8192", "hardware=h100", "gpus=8"]
+    rows = json.loads(plan(capsys, *words, "--json")[1])
+    fits = [row["fits"] for row in rows]
+    rates = [row["tokens_per_second"] for row in rows]
+    sure = fits.count("yes")
+    assert 0 < sure < len(rows) and fits == ["yes"] * sure + ["tight"] * (len(rows) - sure)
+    assert rates[:sure] == sorted(rates[:sure], reverse=True) and min(rates[sure:]) > rates[0]
+    table = plan(capsys, *words)[1].partition("\n\n")[0].splitlines()
+    assert table[2 + 1 + sure].startswith("---") and table[2 + 1 + sure - 1].split()[-4] != "tight"
+    rows = json.loads(plan(capsys, *words[:2], "hardware=h100", "gpus=2", "--json")[1])  # nothing fits
+    assert {row["fits"] for row in rows} == {"no"}
+    assert [row["memory_gib"] for row in rows] == sorted(row["memory_gib"] for row in rows)
+
+
+def test_the_table_of_layouts_fits_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    for words in (["model=llama3_70b", "gpus=64"], ["model=qwen3_30b_a3b", "gpus=64"]):
+        _, out, _ = plan(capsys, *words, "data.seq_len=8192", "hardware=h100")
+        assert max(map(len, out.partition("\n\n")[0].splitlines())) <= 80
 
 
 def test_several_numbers_of_devices_are_a_curve(capsys, tmp_path):
@@ -105,11 +158,11 @@ def test_why_names_the_rule_or_the_terms(capsys):
         (["--gpus", "0"], "--gpus=0: a job needs at least one; nearest legal: 1"),
         (["--gpus", "-4"], "--gpus=-4: a job needs at least one; nearest legal: 1"),
         (["--gpus", "17"], "--gpus=17: not whole nodes of 8; nearest legal: 16 or 24"),
-        ([], "gpus=null: a search needs the number of GPUs; nearest legal: 8"),
+        ([], "gpus=null: a search needs the number of GPUs, such as gpus=8"),
         (["hardware=h1000", "--gpus", "8"], "hardware=h1000: no such option; did you mean h100"),
         (
             ["hardware=unknown", "--gpus", "8"],
-            "hardware=unknown: a prediction needs the device's memory and rates; nearest legal: a100 or",
+            "hardware=unknown: a prediction needs the device's memory and rates, such as hardware=h100; nearest legal: a100 or",
         ),
         (
             ["hardware=a100", "precision=float8_rowwise", "--gpus", "8"],

@@ -121,7 +121,7 @@ def test_calibrate_prints_residuals_and_writes_once(tuned):
             ["plan", *LINE, "--gpus", "2", "--prove", "0"],
             "--prove=0: is the number of layouts to count, at least 1; nearest legal: 1",
         ),
-        (["plan", *LINE, "--tune", "4"], "gpus=null: a search needs the number of GPUs; nearest legal: 64"),
+        (["plan", *LINE, "--tune", "4"], "gpus=null: a search needs the number of GPUs, such as gpus=64"),
         (["plan", *LINE, "--gpus", "0", "--tune", "4"], "--gpus=0: a job needs at least one; nearest legal: 1"),
         (
             ["plan", *LINE, "--gpus", "2", "--tune", "0"],

@@ -101,14 +101,20 @@ def table(
     right: Collection[str] = (),
     gives: Sequence[str] = (),
     colours: Sequence[dict[str, str]] = (),
+    leaves: Sequence[str] = (),
 ) -> list[str]:
     """Return a line for the titles and one for each row. The columns in `right` are aligned right. On a terminal the
-    columns in `gives` are truncated, in this order, until the lines fit; `colours` has the colours of some columns for
-    each row.
+    columns in `leaves` are left out, in this order, and then those in `gives` are truncated, until the lines fit; the
+    hash at the end of a run's name stays. `colours` has the colours of some columns for each row.
     """
     texts = [[*titles], *([str(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     screen = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for title in leaves if screen else ():
+        if _wide(texts) > screen:
+            index = texts[0].index(title)
+            texts = [[*line[:index], *line[index + 1 :]] for line in texts]
+    titles = texts[0]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     for title in gives if screen else ():
         index = titles.index(title)
         excess = sum(widths) + len(GAP) * (len(widths) - 1) - screen
@@ -118,8 +124,19 @@ def table(
     for line, colour in zip(texts, [dict.fromkeys(titles, "dim"), *(colours or [{}] * (len(texts) - 1))], strict=True):
         parts = []
         for title, text, width in zip(titles, line, widths, strict=True):
-            text = text if len(text) <= width else text[: width - 1] + "\N{HORIZONTAL ELLIPSIS}"
+            text = text if len(text) <= width else _cut(text, width)
             text = text.rjust(width) if title in right else text.ljust(width)
             parts.append(text if plain or title not in colour else f"\x1b[{COLOURS[colour[title]]}m{text}\x1b[0m")
         lines.append(GAP.join(parts).rstrip())
     return lines
+
+
+def _wide(texts: list[list[str]]) -> int:
+    """Return the number of characters of the widest line of a table."""
+    return sum(max(map(len, column)) for column in zip(*texts, strict=True)) + len(GAP) * (len(texts[0]) - 1)
+
+
+def _cut(text: str, width: int) -> str:
+    """Return the first characters of a text, and all of the hash at its end, by which a run is named."""
+    end = text[-9:] if re.search("-[0-9a-f]{8}$", text) else ""
+    return text[: width - 1 - len(end)] + "\N{HORIZONTAL ELLIPSIS}" + end

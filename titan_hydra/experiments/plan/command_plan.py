@@ -26,7 +26,7 @@ from titan_hydra.experiments.plan.search import Row, prepared, search
 from titan_hydra.experiments.plan.shape import NotPredictable, shape_of
 from titan_hydra.experiments.runs.view import add_runs
 
-from .command_plan_curve import LIMITED, curve, device_counts, draw_speed, order_of
+from .command_plan_curve import LIMITED, curve, device_counts, draw_speed, order_of, whole_line
 
 BAR = 40  # number of characters of the longest bar
 
@@ -130,7 +130,7 @@ def planned_job(args: argparse.Namespace, needs_rates: bool = True) -> tuple[Job
     job = compose_unchecked(*args.overrides, *(args.why or "").split(), config_dir=args.config_dir)
     if needs_rates and job.hardware.name == "unknown":
         names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
-        reason = "a prediction needs the device's memory and rates"
+        reason = "a prediction needs the device's memory and rates, such as hardware=h100"
         raise bad_value("hardware", "unknown", reason, *names)
     return job, args.gpus[0] if args.gpus else job.gpus
 
@@ -139,7 +139,7 @@ def searchable(job: Job, gpus: int | None) -> int:
     """Return the number of devices of a search. Raises ConfigError if it is not given."""
     if gpus is None:
         nearest = job.hardware.gpus_per_node or 8
-        raise bad_value("gpus", None, "a search needs the number of GPUs", nearest)
+        raise bad_value("gpus", None, f"a search needs the number of GPUs, such as gpus={nearest}", nearest)
     return gpus
 
 
@@ -169,7 +169,7 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
             )
         )
     else:
-        show(rows, points)
+        show(rows, points, job, args)
         show_proofs(proofs)
     if args.plot:
         with notes_on_stderr(args.json):
@@ -206,44 +206,55 @@ def legal_job(job: Job, gpus: int | None) -> Job:
     return job
 
 
-def show(rows: list[Row], points: int) -> None:
-    """Print the layouts as a table, then each layout as a line of overrides."""
-    degrees = ("cp", "tp", "pp", "ep") if rows[0].prediction.job.model.sparse else ("cp", "tp", "pp")
-    numbers = ("local batch", "tokens/s/device", "GiB")
-    titles = ("", "dp", *degrees, "schedule", "ac", *numbers, "fits", "GiB to spare", "limited by")
-    cells = []
-    for number, row in enumerate(rows, start=1):
-        job, found = row.prediction.job, row.prediction
-        layout = job.parallelism
-        dp = f"{layout.dp_replicate}x{layout.dp_shard}" if layout.dp_replicate > 1 else layout.dp_shard
-        spare = FITS * found.capacity_gib - found.peak.gib
-        cells.append(
-            (
-                f"{number}*" if row.front else str(number),
-                dp,
-                *(getattr(layout, name) for name in degrees),
-                order_of(job) or "-",
-                job.ac.name,
-                job.data.local_batch,
-                f"{found.speed.tokens_per_second:,.0f}",
-                f"{found.peak.gib:.1f}",
-                found.fits,
-                f"{spare:+.1f}",
-                f"{found.speed.limit}; {found.peak.largest.name}",
-            )
-        )
+def show(rows: list[Row], points: int, job: Job, args: argparse.Namespace) -> None:
+    """Print the layouts as a table, those that are tight below a rule, then each layout as a command line."""
     first = rows[0].prediction
-    world = world_size(first.job)
+    degrees = [
+        name
+        for name in ("cp", "tp", "pp", "ep")
+        if any(getattr(row.prediction.job.parallelism, name) > 1 for row in rows)
+    ]
+    numbers = ("batch", "tokens/s", "GiB")
+    schedule = ("schedule",) * ("pp" in degrees)
+    titles = ("", "dp", *degrees, *schedule, "ac", *numbers, "fits", "limited by")
+    cells = [_cells(number, row, degrees) for number, row in enumerate(rows, start=1)]
     print(
-        f"{points:,} legal points on {world:,} x {first.job.hardware.name} of {first.capacity_gib:g} GiB, global batch "
-        f"{first.job.data.global_batch:,} x {first.job.data.seq_len:,} tokens; GiB +-{memory.BAND:.0%}, tokens/s {first.shown_band}"
+        f"{points:,} legal points on {world_size(first.job):,} x {first.job.hardware.name} of {first.capacity_gib:g} GiB",
+        f"global batch {first.job.data.global_batch:,} x {first.job.data.seq_len:,} tokens; batch: data.local_batch",
+        sep="\n",
     )
-    print(*table(titles, cells, ("dp", *degrees, *numbers, "GiB to spare")), sep="\n")
-    print(f"* no faster layout takes less memory. {LIMITED}", *predict.notes(first.job), "", sep="\n")
-    for number, row in enumerate(rows, start=1):
-        print(f"{number:>2}  {row.overrides}")
+    lines = table(titles, cells, ("", "dp", *degrees, *numbers), schedule, leaves=("limited by",))
+    fitting = sum(row.prediction.fits != "tight" for row in rows)
+    if fitting < len(rows):
+        what = "faster, but tight" if fitting else "nothing fits with room to spare; tight"
+        lines.insert(fitting + 1, f"--- {what}: under {1 - FITS:.0%} of the memory stays free, and NCCL needs some")
+    elif first.fits == "no":
+        lines.insert(1, "--- nothing fits; these layouts need least memory")
+    bands = f"GiB +-{memory.BAND:.0%}, tokens/s of a device {first.shown_band}"
+    front = "; * no faster layout takes less memory" if first.fits != "no" else ""
+    legend = [f"{bands}{front}", *[LIMITED] * ("limited by" in lines[0])]
+    print(*lines, *legend, *predict.notes(first.job), "", sep="\n")
+    print(*(f"{number:>2}  {whole_line(job, row, args)}" for number, row in enumerate(rows, start=1)), sep="\n")
     if first.fits == "no":
-        print("nothing fits; the layouts that need least memory are shown")
+        print("try more GPUs, a device with more memory (hardware=), a smaller model or a smaller data.seq_len")
+
+
+def _cells(number: int, row: Row, degrees: list[str]) -> tuple[Any, ...]:
+    """Return the cells of a layout's row in the table."""
+    job, found = row.prediction.job, row.prediction
+    layout = job.parallelism
+    return (
+        f"{number}{'*' if row.front else ' '}",
+        f"{layout.dp_replicate}x{layout.dp_shard}" if layout.dp_replicate > 1 else layout.dp_shard,
+        *(getattr(layout, name) for name in degrees),
+        *(order_of(job) or "-",) * ("pp" in degrees),
+        job.ac.name,
+        job.data.local_batch,
+        f"{found.speed.tokens_per_second:,.0f}",
+        f"{found.peak.gib:.1f}",
+        found.fits,
+        f"{found.speed.limit}; {found.peak.largest.name}",
+    )
 
 
 def proof(job: Job) -> dict[str, Any]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
 from titan_hydra.core.base.errors import Exit
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
 from titan_hydra.core.job.config import Job
+from titan_hydra.core.job.config.fault import quoted
+from titan_hydra.core.job.ranks import devices_here, runs_here
 from titan_hydra.experiments.plan import predict
 from titan_hydra.experiments.plan.search import Row, search
 
@@ -26,6 +29,10 @@ TITLES = (
     "limited by",
 )
 
+# the words of a command line that a layout replaces
+REPLACED = re.compile(
+    r"\+*~?(gpus|ac|pp_schedule|(ac|pp_schedule)\..*|data\.(local|global)_batch|parallelism\.(dp_replicate|dp_shard|cp|tp|pp|ep|async_tp))="
+)
 LIMITED = "`limited by`: the largest term of time beside matmuls and attention; of memory"
 
 
@@ -48,7 +55,7 @@ def curve(job: Job, counts: list[int], args: argparse.Namespace) -> int:
     if args.json:
         print(to_json([_as_json(count, best.get(count)) for count in counts]))
     else:
-        _show(job, counts, best, fitting)
+        _show(job, counts, best, fitting, args)
     if args.plot and fitting:
         predictions = {count: row.prediction for count, row in fitting.items()}
         with notes_on_stderr(args.json):
@@ -70,8 +77,8 @@ def _as_json(count: int, row: Row | None) -> dict[str, Any]:
     } | predict.as_json(row.prediction)
 
 
-def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, Row]) -> None:
-    """Print a row for each number of devices, then the layouts as lines of overrides."""
+def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, Row], args: argparse.Namespace) -> None:
+    """Print a row for each number of devices, then the layouts as command lines."""
     batch = f"{job.data.global_batch:,} samples" if job.data.global_batch else f"{job.data.local_batch:,} on each GPU"
     print(f"{job.model.name} on {job.hardware.name}, {job.data.seq_len:,} tokens a sample, global batch: {batch}")
     first = next((row.prediction.speed for row in fitting.values()), None)
@@ -97,7 +104,20 @@ def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, 
     numbers = ("gpus", "local batch", "GiB", "tokens/s/device", "tokens/s", "of linear", "GPU-hours")
     print(*table(TITLES, rows, numbers), sep="\n")
     print(f"GPU-hours of a billion tokens. {LIMITED}", *predict.notes(job), "", sep="\n")
-    print(*(f"{count:>6,}  {row.overrides}" for count, row in best.items()), sep="\n")
+    print(*(f"{count:>6,}  {whole_line(job, row, args)}" for count, row in best.items()), sep="\n")
+
+
+def whole_line(job: Job, row: Row, args: argparse.Namespace) -> str:
+    """Return the command line that trains a layout: the words of the plan's own line, where it was planned for the job
+    `job`, without those that the layout replaces, and the layout. A job that this machine has too few devices for gets
+    a cluster.
+    """
+    words = [word for word in args.overrides if not REPLACED.match(word)]
+    far = job.hardware.name != "cpu" and runs_here(job) and row.prediction.job.gpus > devices_here()
+    folders = [word for folder in args.config_dir or () for word in ("--config-dir", str(folder))]
+    cluster = ["cluster=slurm"] * far
+    words = [word for word in words if not (far and re.match(r"\+*cluster[.=]", word))]
+    return f"python launch.py {quoted([*folders, *words, *cluster])} {row.overrides}"
 
 
 def layout_of(job: Job) -> str:

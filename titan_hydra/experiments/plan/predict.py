@@ -221,9 +221,7 @@ def not_counted(job: Job) -> list[str]:
 
 def notes(job: Job) -> list[str]:
     """Return lines beside a prediction: what it does not count, and what exchanges the rows of experts."""
-    exchange = (
-        f"rows of experts on other ranks are exchanged by {DISPATCHERS[job.hardware.dispatcher]} (hardware.dispatcher)"
-    )
+    exchange = f"{DISPATCHERS[job.hardware.dispatcher]} exchanges rows of experts between ranks (hardware.dispatcher)"
     return [*not_counted(job), *([exchange] if job.model.sparse else [])]
 
 

@@ -18,7 +18,8 @@ from titan_hydra.core.job.rules import checks
 from .predict import Prediction, changed, in_memory, on_nodes, timed, with_mode
 from .shape import NotPredictable
 
-ROWS = 10  # maximum number of layouts that a search returns
+ROWS = 10  # maximum number of layouts that a search returns, beside those that are tight
+FASTER = 3  # maximum number of tight layouts that a search returns, all faster than the fastest that fits
 CHUNKS = (2, 3, 4, 5, 6, 8)  # numbers of stages per pipeline rank to try, if the schedule allows several
 LONG = 32_768  # sequence length in tokens from which context parallelism is searched by default
 LARGEST = 64  # maximum number of samples in a local batch, if there is no pipeline
@@ -27,9 +28,12 @@ DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with its prediction. `front` marks a layout on the Pareto front: no faster layout takes less memory."""
+    """A layout with its prediction, found for the job `asked`. `front` marks a layout on the Pareto front: no faster
+    layout takes less memory.
+    """
 
     prediction: Prediction
+    asked: Job
     front: bool = False
 
     @property
@@ -42,12 +46,12 @@ class Row:
 
     @property
     def overrides(self) -> str:
-        """Return the layout as overrides of a command line."""
-        job = self.prediction.job
+        """Return the layout as overrides that follow those of the job that was asked for."""
+        job, asked = self.prediction.job, self.asked.parallelism
         degrees = [
             f"parallelism.{name}={getattr(job.parallelism, name)}"
             for name in DEGREES
-            if name == "dp_shard" or getattr(job.parallelism, name) > 1
+            if name == "dp_shard" or getattr(job.parallelism, name) > 1 or getattr(asked, name) != 1
         ]
         schedule = (
             [
@@ -58,7 +62,8 @@ class Row:
             if job.parallelism.pp > 1
             else []
         )
-        async_tp = ["parallelism.async_tp=true"] * job.parallelism.async_tp
+        overlaps = job.parallelism.async_tp
+        async_tp = [f"parallelism.async_tp={str(overlaps).lower()}"] * (overlaps or asked.async_tp)
         batches = [f"data.local_batch={job.data.local_batch}", f"data.global_batch={job.data.global_batch}"]
         return " ".join([f"gpus={job.gpus}", *degrees, *async_tp, *schedule, f"ac={job.ac.name}", *batches])
 
@@ -71,41 +76,59 @@ def prepared(job: Job, gpus: int) -> Job:
 
 
 def search(job: Job, gpus: int) -> tuple[list[Row], int]:
-    """Return up to ROWS layouts, the fastest first, and the number of legal jobs that were examined. Raises
-    NotPredictable.
+    """Return the layouts that fit, the fastest first, then tight ones that are faster, and the number of legal jobs that
+    were examined. Raises NotPredictable.
 
     If more than ROWS layouts fit, those on the Pareto front of speed and memory are kept before all others. If no
-    layout fits, the layouts that need least memory are returned.
+    layout fits, the tight ones are returned and, if there are none, those that need least memory.
     """
     found = [*_points(prepared(job, gpus))]
     if found and (reason := timed(found[0], exact=False).reason):
         raise NotPredictable(reason)
-    fitting = [timed(one, exact=False) for one in found if one.fits != "no"]
-    ranked = sorted(fitting, key=lambda one: -one.speed.tokens_per_second) or sorted(
-        found, key=lambda one: one.peak.gib
-    )
-    rows: dict[tuple[Any, ...], Row] = {}
-    for one in ranked:
-        row = Row(one)
-        if row.key not in rows and not checks.check(one.job):
-            rows[row.key] = row
-        if len(rows) == 2 * ROWS:  # twice as many layouts as are returned get an exact prediction of their time
-            break
-    exact = [Row(timed(row.prediction)) for row in rows.values()]
-    if fitting:
-        exact.sort(key=lambda row: (-row.prediction.speed.tokens_per_second, row.prediction.peak.gib))
+    rough = [timed(one, exact=False) for one in found if one.fits != "no"]
+    rough.sort(key=lambda one: -one.speed.tokens_per_second)
+    # twice as many layouts as are returned get an exact prediction of their time
+    sure = _exact(job, (one for one in rough if one.fits != "tight"), 2 * ROWS)
+    tight = _exact(job, (one for one in rough if one.fits == "tight"), 2 * ROWS)
+    if not (sure or tight):
+        return _exact(job, sorted(found, key=lambda one: one.peak.gib), ROWS), len(found)
+    fastest = min(map(_rank, sure), default=(0.0, 0.0))
     marked, least = [], float("inf")
-    for row in exact:
+    for row in sorted([*sure, *(row for row in tight if _rank(row) < fastest)], key=_rank):
         marked.append(replace(row, front=row.prediction.peak.gib < least))
         least = min(least, row.prediction.peak.gib)
-    best = sorted(marked, key=lambda row: not row.front)[:ROWS] if fitting else marked[:ROWS]
-    return [row for row in marked if row in best], len(found)
+    below = [row for row in marked if row.prediction.fits == "tight"]
+    above = [row for row in marked if row.prediction.fits != "tight"]
+    return [*_best(above, ROWS), *_best(below, FASTER if sure else ROWS)], len(found)
+
+
+def _rank(row: Row) -> tuple[float, float]:
+    """Return the key that sorts rows: by speed, then by memory."""
+    return -row.prediction.speed.tokens_per_second, row.prediction.peak.gib
+
+
+def _exact(job: Job, ranked: Iterable[Prediction], most: int) -> list[Row]:
+    """Return the first `most` layouts, each once, with an exact prediction of their time."""
+    rows: dict[tuple[Any, ...], Row] = {}
+    for one in ranked:
+        row = Row(one, job)
+        if row.key not in rows and not checks.check(one.job):
+            rows[row.key] = row
+        if len(rows) == most:
+            break
+    return [replace(row, prediction=timed(row.prediction)) for row in rows.values()]
+
+
+def _best(rows: list[Row], most: int) -> list[Row]:
+    """Return `most` of the rows in their order, those of the Pareto front before all others."""
+    kept = sorted(rows, key=lambda row: not row.front)[:most]
+    return [row for row in rows if row in kept]
 
 
 def _points(job: Job) -> Iterator[Prediction]:
     """Yield the predicted memory of the legal jobs in the search space. Among jobs that differ only in activation
-    checkpointing, yield only one: of those that fit, the job that recomputes least; if none fits, the job that keeps
-    least.
+    checkpointing, yield the one that recomputes least of those that fit, and of those that are tight the one that
+    recomputes still less; if none fits, yield the job that keeps least.
     """
     modes = searched_modes()
     for layout in _layouts(job):
@@ -116,7 +139,10 @@ def _points(job: Job) -> Iterator[Prediction]:
             ):  # a common case: the job does not even fit in the mode that keeps least, so it fits in no mode
                 yield memory
             elif last:
-                yield next(one for one in map(in_memory, _legal(batches, modes)) if one.fits != "no")
+                fitting = [one for one in map(in_memory, _legal(batches, modes)) if one.fits != "no"]
+                yield fitting[0]
+                if fitting[0].fits == "tight":
+                    yield from [one for one in fitting if one.fits != "tight"][:1]
 
 
 def _legal(job: Job, modes: Iterable[str]) -> Iterator[Job]:

@@ -23,6 +23,7 @@ from titan_hydra.core.job.ranks import devices_here, processes, runs_here
 
 PROCESS = 0.25 * GIB  # memory of a rank before it has a model: Python and torch
 PROCESSES_PER_CORE = 8  # limit without GPUs: more processes would exceed every time-out
+ELSEWHERE = "start it on a cluster (cluster=slurm), plan it without a GPU (titan plan hardware=h100)"
 
 
 def _parameters(model: Model) -> int | None:
@@ -85,7 +86,10 @@ def ranks_fit_the_memory(job: Job) -> Iterator[Fault]:
         if ranks > most and not job.cluster.gpus_per_node:
             legal = (most // job.fault_tolerance.replicas,)
             yield fault_at(
-                job, "gpus", f"{ranks:,} processes, but this machine has {counted(available, 'core')}", *legal
+                job,
+                "gpus",
+                f"{ranks:,} processes, but this machine has {counted(available, 'core')}; {ELSEWHERE}",
+                *legal,
             )
         else:
             yield from _too_much(job, needs | {"gpus": PROCESS}, ranks, of_this_machine(), "this machine")
@@ -105,7 +109,13 @@ def _too_much(job: Job, needs: dict[str, float], ranks: int, room: float, where:
         "gpus": f"{ranks:,} processes take",
     }[key]
     value = {"model.name": job.model.name, "gpus": job.gpus}.get(key) or getattr(job.data, key.partition(".")[2])
-    yield Fault(key, value, f"{what} at least {_gib(ranks * needs[key])} GiB, and {where} has {_gib(room)}")
+    way = ELSEWHERE if where == "this machine" else "shard it over more GPUs"
+    further = f"; {way}, or choose a smaller model=" if key == "model.name" else ""
+    yield Fault(
+        key,
+        value,
+        f"{what} at least {_gib(ranks * needs[key])} GiB, and {where} has {_gib(room)}{further}",
+    )
 
 
 def _gib(size: float) -> str:
