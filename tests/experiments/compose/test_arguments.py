@@ -103,8 +103,8 @@ def test_the_help_of_a_word_has_examples_of_options_that_exist(word, monkeypatch
 
 
 def test_examples_compose():
-    """The overrides that the examples of plan, run and certify give are of known keys and options."""
-    for word in ("run", "plan", "certify", "coordcheck"):
+    """The overrides that the examples of run, plan and verify give are of known keys and options."""
+    for word in ("run", "plan", "verify"):
         for line in cli.COMMANDS[word].examples:
             overrides = [part for part in shlex.split(line) if "=" in part and not part.startswith("-")]
             assert not mistakes([part.replace("gpus=64,128,256", "gpus=64") for part in overrides], [CONF])

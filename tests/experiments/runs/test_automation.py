@@ -17,7 +17,7 @@ def test_the_loop_of_the_page_comes_to_a_conclusion(launcher):
     done = subprocess.run(command, **where, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    assert [line.partition(":")[0] for line in said] == ["plan", "verify", "certify", "run", "conclusion"], done.stdout
+    assert [line.partition(":")[0] for line in said] == ["plan", "verify", "proof", "run", "conclusion"], done.stdout
     assert said[3] == "run: 6 cells, 6 done" and said[4].endswith("3 seeds"), done.stdout
 
 

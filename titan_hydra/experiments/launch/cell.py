@@ -14,7 +14,7 @@ from titan_hydra.core.job.config.user_code import sources
 from titan_hydra.core.job.ranks import all_ranks, runs_here
 from titan_hydra.core.job.run.layout import runs_of
 from titan_hydra.experiments.plan import predict
-from titan_hydra.experiments.runs.cards import folder_of_card, read_card
+from titan_hydra.experiments.runs.proofs import folder_of_proof, proof_of
 from titan_hydra.experiments.runs.rundir import State
 
 # For each value of launch.retry: the exit statuses of the failed runs that this value starts again.
@@ -80,18 +80,18 @@ class Cell:
         return None if minutes is None else self.ranks * minutes / 60
 
 
-def without_card(cells: list[Cell]) -> Iterator[Fault]:
-    """If launch.require_card is set, yield a fault for each cell whose layout has no certificate made with this code."""
+def without_proof(cells: list[Cell]) -> Iterator[Fault]:
+    """If launch.require_proof is set, yield a fault for each cell whose layout has no proof made with this code."""
     for cell in cells:
         for job in cell.layouts or (cell.job,):
-            if not job.launch.require_card or read_card(job):
+            if not job.launch.require_proof or proof_of(job):
                 continue
-            name = folder_of_card(job).name
-            line = f"titan certify {quoted(cell.overrides)}".rstrip()
+            name = folder_of_proof(job).name
+            line = f"titan verify {quoted(cell.overrides) or f'gpus={job.gpus}'}"
             yield Fault(
-                "launch.require_card",
+                "launch.require_proof",
                 True,
-                f"{cell.directory.name}: its layout has no card {name} of this code and torch; make it: {line}",
+                f"{cell.directory.name}: its layout has no proof {name} of this code and torch; make it: {line}",
             )
 
 

@@ -23,7 +23,7 @@ from titan_hydra.experiments.runs import manifest, rundir
 from titan_hydra.experiments.runs.rundir import State
 
 from . import own_kernels, show
-from .cell import Cell, to_start, without_card
+from .cell import Cell, to_start, without_proof
 from .executor import Executor
 from .layouts import checked_layouts, in_words
 
@@ -181,7 +181,7 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
     began = {cell.directory: cell.job for cell, state in zip(cells, states, strict=True) if state.kind != "new"}
     done = {cell.directory for cell, state in zip(cells, states, strict=True) if state.kind == "done"}
     faults += [] if launch.force else inputs.check_files(began, cells[0].runs, done=done)
-    faults += without_card(to_start(cells, states))
+    faults += without_proof(to_start(cells, states))
     faults += own_kernels.under_a_ring([cell.job for cell in to_start(cells, states)])
     faults += _executor(cells).check(cells, states)
     if launch.max_gpu_hours is not None:

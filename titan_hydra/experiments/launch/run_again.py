@@ -19,7 +19,7 @@ from titan_hydra.core.job.config.user_code import edited_sources
 from titan_hydra.core.job.run import inputs, layout
 from titan_hydra.core.train.worker import load_job
 from titan_hydra.experiments.launch import dispatch
-from titan_hydra.experiments.launch.cell import Cell, without_card
+from titan_hydra.experiments.launch.cell import Cell, without_proof
 from titan_hydra.experiments.launch.layouts import kept_layouts
 from titan_hydra.experiments.runs.find import RunCell, Selection
 from titan_hydra.experiments.runs.hints import hint
@@ -74,7 +74,7 @@ def run_again(selection: Selection, args: argparse.Namespace) -> int:
         )
         for number, (_, cell) in enumerate(again, 1)
     ]
-    faults = list(without_card(cells))
+    faults = list(without_proof(cells))
     for cell in cells:
         with inputs.at_first_folder(cell.job, cell.directory):
             faults += inputs.check_files({cell.directory: cell.job}, cell.runs)
@@ -120,7 +120,7 @@ def _job_of(directory: Path, runs: Path) -> Job:
     job = load_job(directory)
     if fault := edited_sources(job.train):
         raise ConfigError(f"{directory.name}: {fault}")
-    launch = Launch(retry="all", packed=job.launch.packed, require_card=job.launch.require_card)
+    launch = Launch(retry="all", packed=job.launch.packed, require_proof=job.launch.require_proof)
     return dataclasses.replace(job, launch=launch, paths=Paths(str(runs.absolute())))
 
 

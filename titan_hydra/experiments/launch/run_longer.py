@@ -29,7 +29,7 @@ def run_longer(run: RunCell, values: list[str], wanted: int | None) -> int:
     old = load_job(run.directory)
     old = dataclasses.replace(
         with_one_layout(old),
-        launch=Launch(require_card=old.launch.require_card),
+        launch=Launch(require_proof=old.launch.require_proof),
         sweep=Sweep(),
         paths=Paths(str(run.directory.parent)),
     )

@@ -35,7 +35,7 @@ def run_relaid(run: RunCell, values: list[str], runs: Path) -> int:
     new = relaid(
         dataclasses.replace(
             with_one_layout(old),
-            launch=Launch(retry="all", require_card=old.launch.require_card),
+            launch=Launch(retry="all", require_proof=old.launch.require_proof),
             paths=Paths(str(runs.absolute())),
         ),
         values,

@@ -1,4 +1,4 @@
-"""Draw the result of `titan coordcheck`: how much activations change at each size, or the loss at each learning rate."""
+"""Draw the result of `titan verify widths` (or depths): how much activations change at each size, or the loss at each learning rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STYLES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 
 
 def draw_coordinates(result: dict[str, Any], file: Path) -> Path:
-    """Draw a result of `titan coordcheck` into a file, and return the file."""
+    """Draw a result of `titan verify widths` into a file, and return the file."""
     with drawing("coordinates"):
         drawn, axes = figure(3.6)
         if "kinds" in result:
@@ -31,7 +31,10 @@ def draw_coordinates(result: dict[str, Any], file: Path) -> Path:
             axes.minorticks_off()
         axes.set_title(f"{result['model']}, {result['parametrization']}", loc="left")
         axes.grid(axis="y")
-        below(drawn, f"titan coordcheck, {result['optimizer']}, {result['steps']} steps, seeds {result['seeds']}")
+        below(
+            drawn,
+            f"titan verify {result['what']}s, {result['optimizer']}, {result['steps']} steps, seeds {result['seeds']}",
+        )
         drawn.savefig(file, facecolor="white")
     return file
 

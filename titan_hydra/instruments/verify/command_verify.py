@@ -1,4 +1,6 @@
-"""`titan verify`: run the acceptance matrix or random jobs, and print how their results differ from the references."""
+"""`titan verify`: prove that layouts (the matrix, random jobs), jobs, or a module learn what one process learns, or look
+at what a model's size decides. This file has the arguments, and runs the matrix; jobs.py and widths.py have the rest.
+"""
 
 from __future__ import annotations
 
@@ -9,84 +11,81 @@ from dataclasses import asdict
 from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
 from titan_hydra.core.base.versions import versions
 from titan_hydra.core.job.config.fault import bad_value, suggest
 from titan_hydra.experiments.compose.compose import compose_unchecked
-from titan_hydra.instruments.verify.case import Case
-from titan_hydra.instruments.verify.matrix import whole_matrix
+
+from . import jobs, widths
+from .case import Case
+from .matrix import whole_matrix
 
 if TYPE_CHECKING:
-    from titan_hydra.instruments.verify.judge import Outcome
+    from .judge import Outcome
 
 STEPS_OF_RANDOM = 4  # number of optimizer steps of each job of --random
 STEPS_OF_MODULE = 3  # number of optimizer steps of --module: one before the run is resumed, and two after
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    parser.usage = "titan verify [widths | depths] [KEY=VALUE... | RUN...] [OPTIONS]"
+    add = parser.add_argument
+    add(
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="overrides for every case and its reference, to verify another model, such as model=qwen3_debug or a model of your own",
+        help="nothing: the matrix of layouts; a job, as for launch.py, or RUN: its layout; with --only or --random: "
+        "overrides of every case; after the word widths (or depths): the job whose model is made wider (deeper)",
     )
-    parser.add_argument(
-        "--config-dir",
-        type=Path,
-        action="append",
-        metavar="DIR",
-        help="a folder with your own options, as for launch.py",
+    add("--config-dir", type=Path, action="append", metavar="DIR", help="a folder with options of your own")
+    add("--json", action="store_true", help="print JSON for scripts")
+    add = parser.add_argument_group("layouts").add_argument
+    add(
+        "--only", metavar="NAME", help="the case of this name or, if there is none, cases with this text; '*': any text"
     )
-    parser.add_argument(
-        "--only",
-        metavar="NAME",
-        help="only the case of this name or, if there is none, the cases with this text in their names; '*' stands for any text",
-    )
-    parser.add_argument("--ranks", type=int, metavar="N", help="only cases with this number of ranks")
-    parser.add_argument("--list", action="store_true", help="print the names of the cases without running them")
-    parser.add_argument(
-        "--random",
-        type=int,
-        metavar="N",
-        help="run N random legal jobs instead of the matrix, and compare them with the float64 reference",
-    )
-    parser.add_argument("--seed", type=int, metavar="S", default=0, help="seed of the random jobs (default: 0)")
-    parser.add_argument(
-        "--module",
-        metavar="FILE.py:NAME",
-        help="verify a module of your own instead of the matrix (docs/verify-module.md)",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print JSON for scripts: for each case, the difference and the bound in each column",
-    )
-    parser.add_argument(
-        "--write",
-        type=Path,
-        metavar="FILE",
-        help="write the table of the cases into this file too, as a page",
-    )
+    add("--ranks", type=int, metavar="N", help="only cases of N ranks; for a job: reduce it to at most N, 2 to 8 (4)")
+    add("--list", action="store_true", help="print the names of the cases")
+    add("--random", type=int, metavar="N", help="N random legal jobs against a float64 reference, not the matrix")
+    add("--seed", type=int, metavar="S", default=0, help="seed of the random jobs (0)")
+    add("--write", type=Path, metavar="FILE", help="write the table into this file too, as a page")
+    add = parser.add_argument_group("a job").add_argument
+    add("--again", action="store_true", help="prove the layout again, although this code has a proof of it")
+    add("--show", type=Path, metavar="PROOF", help="print what is in a proof.json, and prove nothing")
+    add("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="folder of run directories (runs)")
+    add = parser.add_argument_group("a module").add_argument
+    add("--module", metavar="FILE.py:NAME", help="a Subject: a module that you parallelize yourself")
+    widths.add_size_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the cases. Returns 0 if every case passed, else 1."""
+    """Verify layouts, jobs, a module, or what a model's size decides. Returns 0 if every check has passed, else 1."""
+    if args.overrides[:1] in (["widths"], ["depths"]):
+        return widths.compare_sizes(args)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, as there may be more ranks than cores
     # the ranks compute on CPUs, as there are more ranks than a machine has GPUs
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if args.module:
         return _verify_module(args.module, args.json)
+    if args.show:
+        return jobs.show_proof(args.show, args.json)
+    if args.overrides and not (args.only is not None or args.list or args.random is not None or args.write):
+        return jobs.verify_jobs(args)
+    return _verify_cases(args)
+
+
+def _verify_cases(args: argparse.Namespace) -> int:
+    """Run the cases that the arguments choose. Returns 0 if every case passed, else 1."""
     if args.write and not args.write.absolute().parent.is_dir():
         raise ConfigError(f"--write {args.write}: there is no folder {args.write.absolute().parent}")
     own = bool(args.overrides or args.config_dir)
     if own:  # what is wrong with them alone, such as a missing module, is a line at once
         compose_unchecked(*args.overrides, config_dir=args.config_dir)
-    from titan_hydra.instruments.verify.coverage import Coverage, covered
-    from titan_hydra.instruments.verify.sampler import draw_jobs
-    from titan_hydra.instruments.verify.verify import STEPS, verify, verify_drawn
+    from .coverage import Coverage, covered
+    from .sampler import draw_jobs
+    from .verify import STEPS, verify, verify_drawn
 
     drawn = args.random is not None
     steps = STEPS_OF_RANDOM if drawn else STEPS
@@ -105,6 +104,8 @@ def main(args: argparse.Namespace) -> int:
         if not outcomes:
             return Exit.CONFIG
     if args.json:
+        from .judge import outcome_as_json
+
         print(
             to_json(
                 {"steps": steps, "versions": versions(), "cases": [outcome_as_json(outcome) for outcome in outcomes]}
@@ -116,23 +117,6 @@ def main(args: argparse.Namespace) -> int:
     if args.write:
         _write(args.write, header, rows, steps)
     return Exit.DONE if all(outcome.passed for outcome in outcomes) else Exit.BUG
-
-
-def outcome_as_json(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as JSON values; a difference that is not finite is null."""
-    case = outcome.case
-    columns = ("loss", "norm", "gradients", "weights")
-    return {
-        "name": case.name,
-        "ranks": case.ranks,
-        "passed": outcome.passed,
-        **{name: {"difference": getattr(outcome, name), "bound": getattr(case, name)} for name in columns},
-        "band": outcome.band or None,
-        **{name: getattr(outcome, name) for name in ("start", "routing", "drift", "rounded", "data", "export")},
-        "worst": outcome.worst,
-        "error": outcome.error or None,
-        "overrides": [*case.overrides, *case.base],
-    }
 
 
 def _rows(outcomes: list[Outcome]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -167,8 +151,8 @@ def show_outcomes(outcomes: list[Outcome], header: tuple[str, ...], rows: list[t
 
 def _verify_module(place: str, as_json: bool) -> int:
     """Print the verdict on a user's module (`Subject`). Returns 0 if no check has failed, else 1."""
-    from titan_hydra.instruments.verify.module import verify_module
-    from titan_hydra.instruments.verify.processes import Crashed, Raised
+    from .module import verify_module
+    from .processes import Crashed, Raised
 
     try:
         verdict = verify_module(place, STEPS_OF_MODULE)
@@ -216,7 +200,7 @@ def _chosen(args: argparse.Namespace, cases: list[Case]) -> list[Case]:
 
 
 def _write(path: Path, header: tuple[str, ...], rows: list[tuple[str, ...]], steps: int) -> None:
-    from titan_hydra.instruments.verify.judge import DRAWS, MORE_DRAWS, MULTIPLE, NEAR, TIGHT
+    from .judge import DRAWS, MORE_DRAWS, MULTIPLE, NEAR, TIGHT
 
     lines = [
         "# Acceptance",

@@ -1,5 +1,5 @@
 """Measure how much training steps change the activations of models of several sizes, and which losses the models reach.
-`titan coordcheck` compares the sizes.
+`titan verify widths` compares the sizes.
 """
 
 from __future__ import annotations

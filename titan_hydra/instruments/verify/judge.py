@@ -9,6 +9,7 @@ element in the opposite direction in one step (`flips`).
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -138,6 +139,23 @@ class Outcome:
             f"{self.worst}; start {self.start}, routing {self.routing}, copies {self.drift}, rounded {self.rounded}, "
             f"data {self.data}, export {self.export}; its job: {' '.join((*case.overrides, *case.base))}"
         )
+
+
+def outcome_as_json(outcome: Outcome) -> dict[str, Any]:
+    """Return an outcome as JSON values; a difference that is not finite is null."""
+    case = outcome.case
+    columns = ("loss", "norm", "gradients", "weights")
+    return {
+        "name": case.name,
+        "ranks": case.ranks,
+        "passed": outcome.passed,
+        **{name: {"difference": getattr(outcome, name), "bound": getattr(case, name)} for name in columns},
+        "band": outcome.band or None,
+        **{name: getattr(outcome, name) for name in ("start", "routing", "drift", "rounded", "data", "export")},
+        "worst": outcome.worst,
+        "error": outcome.error or None,
+        "overrides": [*case.overrides, *case.base],
+    }
 
 
 def compare(case: Case, run: Trace, reference: Trace) -> Outcome:

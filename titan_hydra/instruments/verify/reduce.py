@@ -83,7 +83,7 @@ ONE_SCALE = {"loss": 1e-4, "norm": 5e-4, "gradients": 0.25, "weights": 0.5}
 
 
 @dataclass(frozen=True)
-class Proof:
+class JobPair:
     """A reduced job in one number format, the same training in one process, and the case that bounds their difference."""
 
     case: Case
@@ -229,10 +229,10 @@ def _beside_training(small: Job) -> Job:
     return small
 
 
-def proofs(job: Job, small: Job, name: str) -> Iterator[Proof]:
-    """Yield a reduced job's proofs: one in float32, with narrow bounds; one in bfloat16 if the job computes in
-    bfloat16; one in the number format of its linears. In the proof of the number format everything outside the linears
-    is in float32, as one additional rounding before the linears would change 8-bit values.
+def job_pairs(job: Job, small: Job, name: str) -> Iterator[JobPair]:
+    """Yield a reduced job's pairs: one in float32, with narrow bounds; one in bfloat16 if the job computes in bfloat16;
+    one in the number format of its linears, with everything outside the linears in float32, as one additional rounding
+    before the linears would change 8-bit values.
     """
     sparse, muon = small.model.sparse, small.optimizer.name == "muon"
     exact = {"gradients": 5e-5 if sparse else 1e-5} | (
@@ -269,7 +269,7 @@ def proofs(job: Job, small: Job, name: str) -> Iterator[Proof]:
             "uneven_mask": True,
             "documents": job.data.document_mask,
         }
-        yield Proof(Case(f"{name}, {kind}", world_size(variant), (), **options), variant, one)
+        yield JobPair(Case(f"{name}, {kind}", world_size(variant), (), **options), variant, one)
 
 
 def alone(job: Job) -> Job:

@@ -1,4 +1,4 @@
-"""What a user's file must define for `titan verify --module`. docs/verify-module.md explains it."""
+"""What a user's file must define for `titan verify --module`. docs/verify.md explains it."""
 
 from __future__ import annotations
 

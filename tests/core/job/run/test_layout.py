@@ -12,7 +12,6 @@ from titan_hydra.experiments.launch.executors.slurm import sbatch
 from titan_hydra.experiments.runs import rundir
 
 ROOT = Path(__file__).parents[4]
-CERTIFICATE = (layout.CARDS, layout.CARD, layout.CARD_PAGE)
 ENTRIES = [entry for entry in vars(layout).values() if isinstance(entry, Entry)]
 # These names have another meaning too: Hugging Face's config.json, options, signals, SLURM's programs.
 OTHERS = {
@@ -41,7 +40,8 @@ def test_the_map_has_every_file():
         layout.CODE_STATE,
         layout.FILES,
         layout.FILES_TABLE,
-        *CERTIFICATE,
+        layout.PROOFS,
+        layout.PROOF,
     } == set(ENTRIES)
 
 

@@ -340,10 +340,10 @@ class Launch:
         identity=False,
         choices=("refuse", "warn", "off"),
     )
-    require_card: bool = key(
+    require_proof: bool = key(
         False,
-        "refuse a cell if the folder of runs has no certificate (titan certify) of its layout that was made "
-        "with the present code",
+        "refuse a cell if the folder of runs has no proof (titan verify) of its layout that was made with the "
+        "present code",
         identity=False,
     )
     accept_changed: list[str] = key(

@@ -266,10 +266,8 @@ CODE_STATE = Entry("<hash>.json", LAUNCHER, "in `_code/`, beside a snapshot: its
     "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str]}))
 FILES = Entry("_files/", LAUNCHER, "sizes, times and digests of large sets of files that runs read")
 FILES_TABLE = Entry("<path>.json", LAUNCHER, "in `_files/`: the table of one set of files", Fields({"path": str, "entries": dict}))
-CARDS = Entry("cards/", "`titan certify`", "a folder for each certificate: the layout's hash and the code's digest")
-CARD = Entry("card.json", "`titan certify`", "in the folder of a certificate: what was proven, and what runs measured", Fields(
-    {"passed": bool, "layout": str, "code": str, "versions": dict[str, str], "measured": Each(Fields({"run": str}))}))
-CARD_PAGE = Entry("card.md", "`titan certify`", "the certificate as a page to read")
+PROOFS = Entry("_proofs/", "`titan verify`", "a folder for each proof of a layout: the layout's hash and the code's digest")
+PROOF = Entry("proof.json", "`titan verify`", "in the folder of a proof: what was proven (`experiments/runs/proofs.py` has its shape)")
 # fmt: on
 
 

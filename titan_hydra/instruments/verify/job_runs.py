@@ -1,4 +1,6 @@
-"""The two checks of a certificate that need real runs: a run is killed and resumed; weights are exported and imported."""
+"""What a proof of a layout runs: jobs of reduced size against one process, the order of their samples, a run that is
+killed and resumed, an export that is imported.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +9,77 @@ import copy
 import os
 import signal
 import sys
+import tempfile
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from titan_hydra.core import data
 from titan_hydra.core.base.errors import ConfigError, RunError
+from titan_hydra.core.checkpoint import convert
+from titan_hydra.core.checkpoint.reader import PREFIX, Reader
 from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.operation import Checkpoint, Launch, Paths
+from titan_hydra.core.job.ranks import data_parallel
 from titan_hydra.core.job.run import checkpoints, layout
 from titan_hydra.experiments.launch import dispatch
 from titan_hydra.experiments.launch.cell import Cell
 from titan_hydra.experiments.runs import rundir
 
+from .judge import Outcome
+from .reduce import JobPair, with_own_data
+from .verify import prove, reference_key
+
 # steps of a run (so many that the kill comes before the end), and steps between two checkpoints
 STEPS, INTERVAL = 24, 4
+STEPS_OF_DATA = 3  # number of steps whose samples are compared
 TRIES = 3  # maximum number of runs that are started, until one of them is killed before its end
+
+
+def compared(pairs: Iterable[JobPair]) -> list[Outcome]:
+    """Compare the two jobs of each pair; equal references run once. Returns an outcome for each pair, in their order."""
+    found = list(pairs)
+    references = {reference_key(one.case): (one.case, one.alone) for one in reversed(found)}
+    return prove([one.case for one in found], [one.job for one in found], references)
+
+
+def order_of_data(job: Job, small: Job) -> dict[str, Any]:
+    """Compare the samples of all data-parallel ranks together, from the job's own source, with those of one process.
+    Raises ConfigError for missing files.
+    """
+    own, reason = with_own_data(job, small)
+    if wrong := _misplaced(own):
+        reason = f"not so at {wrong}"
+    return {"passed": not wrong, "source": own.data.name, "steps": STEPS_OF_DATA, "reason": reason or None}
+
+
+def _misplaced(job: Job) -> str:
+    """Return the first step and tensor that differ from those of one process; "" if all are equal."""
+    ranks = data_parallel(job)
+    loaders, whole = [data.build(job, rank, ranks) for rank in range(ranks)], data.build(job, 0, 1)
+    try:
+        for step in range(1, STEPS_OF_DATA + 1):
+            parts, batch = [loader.next() for loader in loaders], whole.next()
+            for name, tensor in batch.tensors.items():
+                together = torch.cat([part[name] for part in parts], batch.dims[name].samples)
+                if not torch.equal(together, tensor):
+                    return f"step {step}, {name}"
+    finally:
+        for loader in (*loaders, whole):
+            loader.close()
+    return ""
+
+
+def trained(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train a reduced job without interruption, and again with a kill and a resume. Then export and import its weights."""
+    with tempfile.TemporaryDirectory(prefix="verify-", ignore_cleanup_errors=True) as folder:
+        resume, run = killed_and_carried_on(job, Path(folder))
+        if layout.RESULT.read(run).get("status") != "done":
+            return resume, {"passed": None, "reason": "not done, as the run has failed"}
+        return resume, exported_and_imported(run, job, Path(folder))
 
 
 def killed_and_carried_on(job: Job, folder: Path) -> tuple[dict[str, Any], Path]:
@@ -107,11 +165,6 @@ def _numbers(directory: Path) -> dict[int, tuple[float, float]]:
 
 def exported_and_imported(run: Path, job: Job, folder: Path) -> dict[str, Any]:
     """Export the last weights of a run to Hugging Face's format, import them again, and compare every bit."""
-    import torch
-
-    from titan_hydra.core.checkpoint import convert
-    from titan_hydra.core.checkpoint.reader import PREFIX, Reader
-
     if job.adapter.name != "none":
         return {"passed": None, "reason": f"adapter={job.adapter.name}: an export merges the adapters into the weights"}
     step = checkpoints.complete(layout.CHECKPOINTS.of(run))[-1]

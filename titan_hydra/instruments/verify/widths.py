@@ -1,5 +1,5 @@
-"""`titan coordcheck`: test whether the model's width or depth affects how much training changes the activations, or
-which learning rate is best.
+"""`titan verify widths` and `titan verify depths`: test whether the model's width or depth affects how much training
+changes the activations, or which learning rate is best.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
 from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.fault import bad_value
 from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.instruments.verify.case import later_wins
 
-WIDTHS, STEPS, SEEDS = (64, 128, 256, 512, 1024), 5, 3
+from .case import later_wins
+
+WIDTHS, DEPTHS, STEPS, SEEDS = (64, 128, 256, 512, 1024), (2, 4, 8, 16), 5, 3
 FLAT = 0.05  # largest slope that counts as flat: a factor of 1.15 over four doublings of the size
 NEAR = 1.5  # largest ratio between the best rates of the smallest and of the largest size that counts as flat
 # A job that is small enough to be trained many times on a CPU. The user's overrides replace its values.
@@ -60,40 +61,27 @@ class SizeCheck:
         return made
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the job, such as parametrization=mup"
-    )
-    sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument(
-        "--widths",
-        type=_numbers,
-        default=list(WIDTHS),
-        metavar="N,N",
-        help="values of model.dim to compare; the other widths of the model grow with it (default: 64 to 1024)",
-    )
-    sizes.add_argument("--depths", type=_numbers, metavar="N,N", help="compare values of model.n_layers instead")
-    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help=f"runs of each size (default: {SEEDS})")
-    parser.add_argument(
-        "--rates",
-        type=lambda text: [float(part) for part in text.split(",")],
-        metavar="LR,LR",
-        help="compare the best of these learning rates (optimizer.lr), three or more, instead of the activations",
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the result into this file")
-    parser.add_argument("--json", action="store_true", help="print JSON for scripts")
+def add_size_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `titan verify widths` and `titan verify depths`."""
+    add = parser.add_argument_group("widths, depths").add_argument
+    add("--sizes", type=_numbers, metavar="N,N", help="values of model.dim, or model.n_layers (64 to 1024; 2 to 16)")
+    add("--seeds", type=int, default=SEEDS, metavar="N", help=f"runs of each size ({SEEDS})")
+    add("--rates", type=_rates_in, metavar="LR,LR,LR", help="compare which of these learning rates is best")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the result into this file")
 
 
-def main(args: argparse.Namespace) -> int:
+def compare_sizes(args: argparse.Namespace) -> int:
     """Run the check. Returns 1 if a slope, or the ratio of the best rates, is too large; else 0."""
-    job = compose_job(*later_wins(*SMALL, f"steps={STEPS}", *args.overrides))
-    check = SizeCheck("depth" if args.depths else "width", args.depths or args.widths, args.seeds, job)
-    if len(check.sizes) < 2 or args.seeds < 1 or (args.rates and len(args.rates) < 3):
-        raise ConfigError(
-            "titan coordcheck: needs two sizes or more, a seed or more, and with --rates three rates or more"
-        )
+    word, *overrides = args.overrides
     if args.plot and args.plot.suffix != ".png":
         raise bad_value("--plot", str(args.plot), "is drawn as PNG", args.plot.with_suffix(".png"))
+    sizes = args.sizes or list(WIDTHS if word == "widths" else DEPTHS)
+    if len(sizes) < 2 or args.seeds < 1 or (args.rates and len(args.rates) < 3):
+        raise ConfigError(
+            f"titan verify {word}: needs two sizes, a seed, and with --rates three rates, or more of each"
+        )
+    job = compose_job(*later_wins(*SMALL, f"steps={STEPS}", *overrides), config_dir=args.config_dir)
+    check = SizeCheck(word.removesuffix("s"), sizes, args.seeds, job)
     result = _rates(check, args.rates) if args.rates else _coordinates(check)
     if args.json:
         print(to_json(result))
@@ -106,11 +94,11 @@ def main(args: argparse.Namespace) -> int:
 
         with notes_on_stderr(args.json):
             print(draw_coordinates(result, args.plot))
-    return 0 if result["flat"] else 1
+    return Exit.DONE if result["flat"] else Exit.BUG
 
 
 def _measure(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    from titan_hydra.instruments.verify.coordinates import measured_sizes
+    from .coordinates import measured_sizes
 
     return measured_sizes(list(jobs))
 
@@ -206,6 +194,17 @@ def _show_rates(check: SizeCheck, result: dict[str, Any]) -> None:
 
 def _title(result: dict[str, Any]) -> str:
     return f"{result['model']}, {result['parametrization']}, {result['optimizer']}, {result['steps']} steps, seeds {result['seeds']}"
+
+
+def _rates_in(text: str) -> list[float]:
+    """Parse learning rates. Raises ArgumentTypeError."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = [0.0]
+    if not all(math.isfinite(rate) and rate > 0 for rate in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: give learning rates above 0 with commas between them")
+    return found
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""`titan coordcheck` trains models of several sizes, and is red where the size decides what they learn."""
+"""`titan verify widths` trains models of several sizes, and is red where the size decides what they learn."""
 
 import json
 import math
@@ -8,10 +8,11 @@ import pytest
 from titan_hydra import cli
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.instruments.verify.command_coordcheck import best_rate
+from titan_hydra.instruments.verify.widths import best_rate
 
 FEW = (
-    "coordcheck",
+    "verify",
+    "widths",
     "--seeds",
     "1",
     "data.seq_len=8",
@@ -30,9 +31,9 @@ def found(capsys, *words):
 def test_activations_are_compared_and_drawn(capsys, tmp_path):
     """With one rate for all widths, a wider model's feed-forward changes more; with mup it does not."""
     picture = tmp_path / "widths.png"
-    status, mup = found(capsys, *MUP, "--widths", "64,256", "--plot", str(picture))
+    status, mup = found(capsys, *MUP, "--sizes", "64,256", "--plot", str(picture))
     assert picture.stat().st_size > 10_000 and status == (0 if mup["flat"] else 1)
-    status, standard = found(capsys, "optimizer.lr=1e-3", "--widths", "64,256")
+    status, standard = found(capsys, "optimizer.lr=1e-3", "--sizes", "64,256")
     assert status == 1 and set(standard["kinds"]) == {"embedding", "attention", "feed-forward", "logits"}
     for kind in ("attention", "feed-forward"):
         assert standard["kinds"][kind]["slope"] > 0.3 > 0.15 > abs(mup["kinds"][kind]["slope"])
@@ -63,7 +64,7 @@ def test_all_widths_but_a_heads_grow_in_proportion(family):
         model.widened(100)
 
 
-@pytest.mark.parametrize("words", [("--widths", "64"), ("--rates", "1e-3"), ("--plot", "x.svg")])
+@pytest.mark.parametrize("words", [("--sizes", "64"), ("--rates", "1e-3"), ("--plot", "x.svg")])
 def test_what_cannot_be_compared_is_refused_in_a_line(capsys, words):
     assert cli.main([*FEW, *words]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Test `titan certify`: what a certificate is for, how a job is reduced, and that code with a fault cannot get one."""
+"""Test `titan verify JOB`: what a proof is for, how a job is reduced, and that code with a fault cannot get one."""
 
 import dataclasses
 import json
@@ -15,9 +15,11 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.base.versions import versions
 from titan_hydra.core.job.ranks import DEGREES, world_size
 from titan_hydra.core.job.rules.checks import check
+from titan_hydra.core.job.run import layout
 from titan_hydra.experiments.compose.compose import compose_cells, compose_job
-from titan_hydra.experiments.runs import cards
-from titan_hydra.instruments.verify.reduce import proofs, reduced
+from titan_hydra.experiments.runs import proofs
+from titan_hydra.instruments.verify.jobs import COLUMNS
+from titan_hydra.instruments.verify.reduce import job_pairs, reduced
 
 ROOT = Path(__file__).parents[3]
 TABLES = [f"paper_table{number}" for number in range(1, 7)]
@@ -49,12 +51,12 @@ def test_every_cell_of_the_papers_tables_has_a_reduced_form():
         small = reduced(job, 4)
         assert all(world_size(one) <= 8 for one in small)
         assert set().union(*map(degrees, small)) == set(degrees(job)), name
-        kinds = [proof.case.name.rpartition(", ")[2] for one in small[:1] for proof in proofs(job, one, name)]
+        kinds = [proof.case.name.rpartition(", ")[2] for one in small[:1] for proof in job_pairs(job, one, name)]
         assert kinds == ["float32", "bfloat16", *(["float8"] if job.precision.converter else [])]
         assert not [
             fault
             for one in small
-            for proof in proofs(job, one, name)
+            for proof in job_pairs(job, one, name)
             for run in (proof.job, proof.alone)
             for fault in check(run)
         ]
@@ -69,8 +71,8 @@ def test_what_has_no_reduced_form_is_refused_in_a_line():
         )
 
 
-def test_a_card_is_for_a_layout_and_not_for_what_is_learned():
-    first = cards.layout_hash(compose_job(*TWO))
+def test_a_proof_is_for_a_layout_and_not_for_what_is_learned():
+    first = proofs.layout_hash(compose_job(*TWO))
     for same in (
         "seed=3",
         "steps=9",
@@ -80,7 +82,7 @@ def test_a_card_is_for_a_layout_and_not_for_what_is_learned():
         "metrics.log_every=3",
         "cluster.max_parallel=1",
     ):
-        assert cards.layout_hash(compose_job(*TWO, same)) == first, same
+        assert proofs.layout_hash(compose_job(*TWO, same)) == first, same
     for other in (
         "parallelism=tp",
         "ac=full",
@@ -91,99 +93,97 @@ def test_a_card_is_for_a_layout_and_not_for_what_is_learned():
         "data.seq_len=32",
     ):
         assert (
-            cards.layout_hash(
+            proofs.layout_hash(
                 compose_job(*[word for word in TWO if word.partition("=")[0] != other.partition("=")[0]], other)
             )
             != first
         ), other
 
 
-def write_card(job, **changed):
-    """Write the certificate of a proof that passed, without making the proof."""
-    folder = cards.folder_of_card(job)
-    folder.mkdir(parents=True)
-    card = {
+def write_proof(job, **changed):
+    """Write the proof of a layout that passed, without making it. Returns its folder."""
+    folder = proofs.folder_of_proof(job)
+    fields = {
         "passed": True,
-        "layout": cards.layout_hash(job),
-        "code": cards.digest_of_package(),
-        "measured": [],
+        "layout": proofs.layout_hash(job),
+        "code": proofs.digest_of_package(),
         "versions": versions(),
         **changed,
     }
-    (folder / "card.json").write_text(json.dumps(card))
+    kinds = {"bool": True, "str": "", "str | None": None, "int": 0, "float": 0.0}
+    empty = {
+        field.name: kinds.get(field.type, [] if field.type.startswith("list") else {})
+        for field in dataclasses.fields(proofs.Proof)
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    layout.PROOF.write(folder, empty | fields)
+    return folder
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{}, {"passed": False}, {"code": "other"}, {"layout": "other"}, {"versions": versions() | {"torch": "2.10.0"}}],
 )
-def test_only_a_card_that_passed_of_this_layout_and_code_counts(tmp_path, wrong):
+def test_only_a_proof_that_passed_of_this_layout_and_code_counts(tmp_path, wrong):
     job = compose_job(*TWO, f"paths.runs={tmp_path}")
-    assert not cards.read_card(job)
-    write_card(job, **wrong)
-    assert bool(cards.read_card(job)) == (not wrong)
+    assert not proofs.proof_of(job)
+    write_proof(job, **wrong)
+    assert bool(proofs.proof_of(job)) == (not wrong)
     if not wrong:  # another build of the same release
-        shutil.rmtree(tmp_path / "cards")
-        write_card(job, versions=versions() | {"torch": versions()["torch"].partition("+")[0] + "+cu128"})
-        assert cards.read_card(job)
+        shutil.rmtree(tmp_path / "_proofs")
+        write_proof(job, versions=versions() | {"torch": versions()["torch"].partition("+")[0] + "+cu128"})
+        assert proofs.proof_of(job)
 
 
-def test_a_cell_without_a_card_is_refused_in_a_line(launcher):
-    refused = launcher.run(*launcher.TINY, "launch.require_card=true", "launch.mode=dry")
+def test_a_cell_without_a_proof_is_refused_in_a_line(launcher):
+    refused = launcher.run(*launcher.TINY, "launch.require_proof=true", "launch.mode=dry")
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and not (launcher.folder / "runs").exists()
-    assert refused.stderr.startswith("launch.require_card=true: ") and "titan certify " in refused.stderr
+    assert refused.stderr.startswith("launch.require_proof=true: ") and "titan verify " in refused.stderr
 
 
-def test_retry_asks_for_a_card_too(launcher):
+def test_resume_asks_for_a_proof_too(launcher):
     line = (*launcher.TINY, "cluster=inline", "checkpoint=off")
-    assert launcher.run(*line, "launch.require_card=true").returncode == 2
+    assert launcher.run(*line, "launch.require_proof=true").returncode == 2
     job = dataclasses.replace(compose_job(*line))
     job.paths.runs = str(launcher.folder / "runs")
-    write_card(job)
+    write_proof(job)
     launcher.sabotage_step_3(0, 'raise ValueError("unlucky rank")')
-    assert launcher.run(*line, "launch.require_card=true").returncode == 1  # it has a card, so it ran
+    assert launcher.run(*line, "launch.require_proof=true").returncode == 1  # it has a proof, so it ran
     launcher.env["PYTHONPATH"] = str(ROOT)  # this tree, and no sabotage
-    shutil.rmtree(launcher.folder / "runs/cards")
+    shutil.rmtree(launcher.folder / "runs/_proofs")
     again = launcher.python("-m", "titan_hydra.cli", "resume")
-    assert again.returncode == 2 and again.stderr.startswith("launch.require_card=true: "), again.stderr
-    write_card(job)
+    assert again.returncode == 2 and again.stderr.startswith("launch.require_proof=true: "), again.stderr
+    write_proof(job)
     assert launcher.python("-m", "titan_hydra.cli", "resume").returncode == 0
 
 
-def certify(folder, *words, tree=ROOT):
+def titan_verify(folder, *words, tree=ROOT):
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "titan_hydra.cli", "certify", *words]
+    command = [sys.executable, "-m", "titan_hydra.cli", "verify", *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
-def test_two_ranks_get_a_card_and_the_runs_figures_join_it(launcher):
-    done = certify(launcher.folder, *TWO, "hardware=cpu", "--json")
+def test_two_ranks_get_a_proof(launcher):
+    done = titan_verify(launcher.folder, *TWO, "hardware=cpu", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    (card,) = json.loads(done.stdout)["cards"]
-    assert card["passed"] and card["data"]["source"] == "embedded" and card["export"]["tensors"] > 10
-    assert card["resume"]["carried_on_from_step"] <= card["resume"]["killed_at_step"] < card["resume"]["steps"]
+    (proof,) = json.loads(done.stdout)["proofs"]
+    assert proof["passed"] and proof["data"]["source"] == "embedded" and proof["export"]["tensors"] > 10
+    assert proof["resume"]["carried_on_from_step"] <= proof["resume"]["killed_at_step"] < proof["resume"]["steps"]
     assert (
-        card["prediction"]["memory_gib"] > 0
-        and card["versions"]["torch"]
-        and card["reduced"][0]["changes"]["data.name"] == ["embedded", "synthetic"]
+        proof["prediction"]["memory_gib"] > 0
+        and proof["versions"]["torch"]
+        and proof["reduced"][0]["changes"]["data.name"] == ["embedded", "synthetic"]
     )
-    run = launcher.run(*TWO, "hardware=cpu", "launch.require_card=true")
+    (file,) = launcher.folder.glob("runs/_proofs/*/*")
+    assert json.loads(file.read_text()) == {key: value for key, value in proof.items() if key != "folder"}
+    run = launcher.run(*TWO, "hardware=cpu", "launch.require_proof=true")
     assert run.returncode == 0, run.stderr
     (result,) = launcher.folder.glob("runs/*/result.json")
-    joined = certify(launcher.folder, result.parent.name)
-    assert joined.returncode == 0, joined.stderr
-    page = (Path(card["folder"]) / "card.md").read_text()
-    (measured,) = json.loads((Path(card["folder"]) / "card.json").read_text())["measured"]
-    assert (measured["run"], measured["world_size"], measured["steps"]) == (result.parent.name, 2, 5) and measured[
-        "final_loss"
-    ] > 0
-    assert (
-        f"| {result.parent.name} | {measured['device']} | 2 | 5 |" in page
-        and "Resume: passed" in page
-        and "| dp_shard 2, float32 | 2 |" in page
-    )
-    again = certify(launcher.folder, *TWO, "hardware=cpu", "seed=7")
-    assert again.returncode == 0 and "1 of 1 layout certified" in again.stdout
+    for words in ((*TWO, "hardware=cpu", "seed=7"), (result.parent.name,), ("--show", str(file))):  # nothing runs again
+        again = titan_verify(launcher.folder, *words)
+        assert again.returncode == 0 and again.stderr == "", again.stderr
+        assert "yes  resume: killed at step" in again.stdout and "yes  dp_shard 2, float32: loss" in again.stdout
+    assert json.loads(file.read_text())["written"] == proof["written"]
 
 
 FSDP, TP, PP = ("parallelism=fsdp",), ("parallelism=tp",), ("parallelism=pp",)
@@ -264,7 +264,7 @@ FAULTS = {  # name: (file, the original text, the text that replaces it), overri
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_tree_with_a_fault_gets_no_card(tmp_path, name):
+def test_a_tree_with_a_fault_gets_no_proof(tmp_path, name):
     (file, right, wrong), overrides, reason = FAULTS[name]
     for part in ("titan_hydra", "conf", "sweeps"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -273,11 +273,52 @@ def test_a_tree_with_a_fault_gets_no_card(tmp_path, name):
     assert text.count(right) == 1, f"{file} has {text.count(right)} places for the fault"
     target.write_text(text.replace(right, wrong))
     chosen = dict(word.split("=") for word in ("debug=tiny", "precision=fp32", "gpus=2", *overrides))
-    done = certify(tmp_path, *(f"{key}={value}" for key, value in chosen.items()), tree=tmp_path)
-    assert done.returncode == 1 and "NOT PASSED" in done.stdout and reason in done.stdout, done.stdout + done.stderr
-    assert not list(tmp_path.glob("runs/cards/*"))
+    done = titan_verify(tmp_path, *(f"{key}={value}" for key, value in chosen.items()), tree=tmp_path)
+    assert done.returncode == 1 and "NOT PROVEN" in done.stdout and reason in done.stdout, done.stdout + done.stderr
+    assert not list(tmp_path.glob("runs/_proofs/*"))
 
 
 def test_ranks_of_a_reduced_job_are_two_to_eight(capsys):
-    assert cli.main(["certify", "--ranks", "16"]) == 2
+    assert cli.main(["verify", *TWO, "--ranks", "16"]) == 2
     assert capsys.readouterr().err == "--ranks=16: the ranks of a reduced job; nearest legal: 8\n"
+
+
+@pytest.mark.parametrize("name", ["card.json", "proof.json"])
+def test_what_an_earlier_version_wrote_is_one_line(tmp_path, capsys, name):
+    """A card of an earlier version is no proof, nor is a proof that lacks a field or is damaged."""
+    for content in ({"passed": True, "layout": "0", "code": "0", "measured": []}, []):
+        (tmp_path / name).write_text(json.dumps(content))
+        assert cli.main(["verify", "--show", str(tmp_path / name)]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and "proof.json" in err
+
+
+def test_a_proof_is_shown_without_its_job(tmp_path, capsys):
+    case = {"name": "tp 2, float32", "passed": False, "worst": "gradient of w", "band": None, "start": 0, "routing": 0}
+    case |= {"drift": 2, "rounded": 0, **{name: {"difference": 1e-7, "bound": 1e-5} for name in COLUMNS}}
+    part = {"passed": None, "reason": "not run"}
+    folder = write_proof(
+        compose_job(*TWO, f"paths.runs={tmp_path}"),
+        passed=False,
+        reduced=[{"ranks": 2, "identity": "", "changes": {"model.dim": [4096, 64]}, "proofs": [case]}],
+        prediction={"memory_gib": None, "reason": "hardware=unknown"},
+        data={"passed": True, "reason": None, "source": "embedded", "steps": 3},
+        resume=part,
+        export=part,
+    )
+    assert cli.main(["verify", "--show", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "2 ranks    model.dim 4096 -> 64" in shown and "NO   tp 2, float32: loss 1.0e-07 of 1e-05" in shown
+    assert "2 copies; worst: gradient of w" in shown and "-    resume (not run)" in shown
+
+
+@pytest.mark.parametrize(("word", "new"), [("certify", "titan verify"), ("coordcheck", "titan verify widths")])
+def test_former_words_are_answered_in_a_line(capsys, word, new):
+    assert cli.main([word, "debug=tiny"]) == 2
+    err = capsys.readouterr().err
+    assert new in err and err.count("\n") == 1
+
+
+def test_the_former_key_is_answered_in_a_line(launcher):
+    refused = launcher.run(*launcher.TINY, "launch.require_card=true", "launch.mode=dry")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "launch.require_proof" in refused.stderr

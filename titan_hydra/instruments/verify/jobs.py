@@ -1,0 +1,301 @@
+"""Prove the layouts of jobs (`titan verify JOB`): one proof.json for each layout, and the same as text.
+
+The checks run at a reduced size: the layout must give the results of a single process, a killed run must resume, and
+the weights must survive export and import. A proof is written only if no check has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan_hydra.core.base.errors import ConfigError, Exit
+from titan_hydra.core.base.text import to_json
+from titan_hydra.core.base.versions import versions
+from titan_hydra.core.job.config import Job, identity, to_dict
+from titan_hydra.core.job.config.fault import bad_value, counted
+from titan_hydra.core.job.config.operation import Paths
+from titan_hydra.core.job.ranks import DEGREES, world_size
+from titan_hydra.core.job.rules import checks
+from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.code import describe_code
+from titan_hydra.core.job.run.modules import import_modules
+from titan_hydra.core.train.worker import load_job
+from titan_hydra.experiments.compose.compose import compose_cells
+from titan_hydra.experiments.plan import predict
+from titan_hydra.experiments.plan.shape import NotPredictable
+from titan_hydra.experiments.runs import proofs
+from titan_hydra.experiments.runs.proofs import Proof
+from titan_hydra.experiments.runs.view import choose
+
+from .reduce import JobPair, job_pairs, reduced, reduced_keys
+
+if TYPE_CHECKING:
+    from .judge import Outcome
+
+MOST = 4  # default for the maximum number of ranks of a reduced job
+# all sets of rules except those about this machine, as no job of full size is started
+RULES = (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT, checks.RECIPE)
+COLUMNS = ("loss", "norm", "gradients", "weights")
+EXACT = {"start": "start", "routing": "routing", "copies": "drift", "rounded": "rounded"}  # titles of what must be 0
+CHANGES_SHOWN = 8
+
+
+@dataclasses.dataclass
+class Candidate:
+    """A cell whose layout is to be proven: its job, the jobs of reduced size (`small`), each with its pairs (reduce.py)."""
+
+    job: Job
+    overrides: list[str]
+    name: str
+    small: list[Job]
+    pairs: list[list[JobPair]]
+
+
+def verify_jobs(args: argparse.Namespace) -> int:
+    """Prove the layouts of the cells of a command line, or of runs. Returns 0 if all are proven, 1 if a check has
+    failed, and 2 if a job breaks a rule or has no reduced form.
+    """
+    most = MOST if args.ranks is None else args.ranks
+    if not 2 <= most <= 8:
+        raise bad_value("--ranks", most, "the ranks of a reduced job", 2, 4, 8)
+    began = time.monotonic()
+    runs = not any("=" in word for word in args.overrides)
+    cells = _of_runs(args) if runs else compose_cells(args.overrides, args.config_dir)
+    if faults := [f"{name or 'the job'}: {fault}" for job, _, name in cells for fault in checks.check(job, RULES)]:
+        print(*dict.fromkeys(faults), sep="\n", file=sys.stderr)
+        return Exit.CONFIG
+    found = {proofs.folder_of_proof(job): proofs.proof_of(job) for job, _, _ in cells}
+    wanted = {folder: cell for cell in cells if args.again or not found[folder := proofs.folder_of_proof(cell[0])]}
+    made = _prove([_candidate(*cell, most) for cell in wanted.values()], began)
+    for folder, proof in zip(wanted, made, strict=True):
+        found[folder] = proof
+        if proof.passed:
+            _write(folder, proof)
+    proven = {folder: proof for folder, proof in found.items() if proof}
+    seconds, passed = time.monotonic() - began, sum(proof.passed for proof in proven.values())
+    if args.json:
+        documents = [{"folder": str(folder), **dataclasses.asdict(proof)} for folder, proof in proven.items()]
+        print(to_json({"seconds": seconds, "proofs": documents}))
+    else:
+        for folder, proof in proven.items():
+            print(*proof_text(proof, folder if proof.passed else None), "", sep="\n")
+        print(f"{passed} of {counted(len(proven), 'layout')} proven, in {seconds:,.0f} s")
+    return Exit.DONE if passed == len(proven) else Exit.BUG
+
+
+def show_proof(file: Path, json: bool) -> int:
+    """Print the proof in a proof.json, or in the folder of one. Raises ConfigError if there is none."""
+    folder = file if file.is_dir() else file.parent
+    proof = proofs.read_proof(folder) if file in (folder, layout.PROOF.of(folder)) else None
+    if proof is None:
+        raise ConfigError(f"--show {file}: no {layout.PROOF.name} of this version; `titan verify JOB` makes one")
+    print(to_json(dataclasses.asdict(proof)) if json else "\n".join(proof_text(proof, folder)))
+    return Exit.DONE
+
+
+def _of_runs(args: argparse.Namespace) -> list[tuple[Job, list[str], str]]:
+    """Return the jobs of runs, each with its overrides and its name."""
+    found = []
+    for cell in [cell for target in args.overrides for cell in choose(target, args.runs).cells]:
+        import_modules(cell.directory)
+        job = dataclasses.replace(load_job(cell.directory), paths=Paths(str(cell.directory.parent)))
+        found.append((job, cell.overrides, cell.directory.name))
+    return found
+
+
+def _candidate(job: Job, overrides: list[str], name: str, most: int) -> Candidate:
+    """Reduce a job, and list its pairs. Raises ConfigError if the job has no reduced form."""
+    small = reduced(job, most)
+    own = [list(job_pairs(job, one, _in_words(_degrees(one)))) for one in small]
+    return Candidate(job, overrides, name or job.name, small, own)
+
+
+def _degrees(job: Job) -> dict[str, int]:
+    return {name: degree for name in (*DEGREES, "ep") if (degree := getattr(job.parallelism, name)) > 1}
+
+
+def _in_words(degrees: dict[str, int]) -> str:
+    return ", ".join(f"{name} {degree}" for name, degree in degrees.items()) or "one rank"
+
+
+def _prove(candidates: list[Candidate], began: float) -> list[Proof]:
+    """Run the pairs of all candidates, then train those that have passed. Pairs with the same number of
+    ranks share one set of processes, and a job that several candidates share runs once. Returns a proof for each.
+    """
+    if not candidates:
+        return []
+    from . import job_runs
+
+    # the samples are compared first, as this fails early if data files are missing
+    orders = [job_runs.order_of_data(one.job, one.small[0]) for one in candidates]
+    unique = {_key(each): each for one in candidates for own in one.pairs for each in own}
+    outcomes = dict(zip(unique, job_runs.compared(unique.values()), strict=True))
+    trained: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    made = []
+    for one, data in zip(candidates, orders, strict=True):
+        found = [[outcomes[_key(each)] for each in own] for own in one.pairs]
+        passed = all(outcome.passed for own in found for outcome in own)
+        print(f"{one.name}: learns {'' if passed else 'NOT '}as one process", file=sys.stderr, flush=True)
+        if passed and (key := identity(one.small[0])) not in trained:
+            trained[key] = job_runs.trained(one.small[0])
+        resume, export = (
+            trained[key]
+            if passed
+            else ({"passed": None, "reason": "not run, as the layout learns something else"},) * 2
+        )
+        made.append(_proof(one, found, data, resume, export, time.monotonic() - began))
+    return made
+
+
+def _key(pair: JobPair) -> tuple[str, str]:
+    return identity(pair.job), repr((pair.case.base, pair.case.documents))
+
+
+def _proof(
+    one: Candidate,
+    found: list[list[Outcome]],
+    data: dict[str, Any],
+    resume: dict[str, Any],
+    export: dict[str, Any],
+    seconds: float,
+) -> Proof:
+    """Return the proof of a candidate."""
+    from .judge import outcome_as_json
+
+    job = one.job
+    proven = all(outcome.passed for outcomes in found for outcome in outcomes)
+    parts = [
+        {
+            "ranks": world_size(small),
+            "identity": identity(small),
+            "changes": reduced_keys(job, small),
+            "proofs": [*map(outcome_as_json, outcomes)],
+        }
+        for small, outcomes in zip(one.small, found, strict=True)
+    ]
+    return Proof(
+        passed=bool(proven and data["passed"] and resume["passed"] is True and export["passed"] is not False),
+        name=one.name,
+        layout=proofs.layout_hash(job),
+        identity=identity(job),
+        overrides=one.overrides,
+        gpus=job.gpus,
+        degrees=_degrees(job),
+        rules=sum(map(len, RULES)),
+        warnings=[*map(str, checks.warnings(job))],
+        prediction=_prediction(job),
+        reduced=parts,
+        not_shown=list(_not_shown(one)),
+        data=data,
+        resume=resume,
+        export=export,
+        versions=versions(),
+        code=proofs.digest_of_package(),
+        commit=describe_code()["git_sha"],
+        written=time.time(),
+        seconds=seconds,
+        job=to_dict(job),
+    )
+
+
+def _prediction(job: Job) -> dict[str, Any]:
+    """Return what `titan plan` predicts for the job at full size, with the error band, or the reason why it predicts
+    nothing.
+    """
+    if job.hardware.name == "unknown":
+        return {"memory_gib": None, "reason": "hardware=unknown; name the device, as hardware=h100"}
+    try:
+        return predict.as_json(predict.predict(predict.on_nodes(job, job.gpus)))
+    except NotPredictable as error:
+        return {"memory_gib": None, "reason": str(error)}
+
+
+def _not_shown(one: Candidate) -> Iterator[str]:
+    """Yield what the reduced size cannot show."""
+    job = one.job
+    yield "kernels and streams of a GPU; the ranks compute on CPUs"
+    if len(one.small) > 1:
+        yield (
+            "all techniques at once, as that needs more than eight ranks: every three of them together, "
+            "the first three resumed"
+        )
+    if job.parallelism.async_tp:
+        yield "parallelism.async_tp, which needs CUDA"
+    if job.compile.name != "off":
+        yield f"code that compile.backend={job.compile.backend} generates; aot_eager compiles the same graphs"
+    if job.precision.converter:
+        compiled = ", and compiled" if job.compile.name != "off" else ""
+        yield f"the hardware's {job.precision.converter}: it is emulated with float32 between the linears{compiled}"
+
+
+def _write(folder: Path, proof: Proof) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        layout.PROOF.write(folder, dataclasses.asdict(proof))
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
+
+
+def proof_text(proof: Proof, folder: Path | None) -> Iterator[str]:
+    """Yield the lines that show a proof; `folder` is where it lies, if it does."""
+    yield f"{proof.name}: {'proven' if proof.passed else 'NOT PROVEN'}"
+    about = {
+        "layout": f"{proof.layout}: {counted(proof.gpus, 'rank')}, {_in_words(proof.degrees)}; {proof.rules} rules kept",
+        "predicted": _prediction_text(proof.prediction),
+        "file": str(layout.PROOF.of(folder)) if folder else "none is written",
+    }
+    for small in proof.reduced:
+        changes = [f"{key} {before} -> {after}" for key, (before, after) in small["changes"].items()]
+        more = [f"and {len(changes) - CHANGES_SHOWN} more"] if len(changes) > CHANGES_SHOWN else []
+        about[f"{small['ranks']} ranks"] = "; ".join([*changes[:CHANGES_SHOWN], *more])
+    yield from (f"  {title:<11}{line}" for title, line in about.items())
+    for one in (one for small in proof.reduced for one in small["proofs"]):
+        yield f"  {_mark(one['passed'])}  {one['name']}: {_differences(one)}"
+    data, resume, export = proof.data, proof.resume, proof.export
+    yield f"  {_mark(data['passed'])}  data: {data['steps']} steps of {data['source']}, in the order of one process{_why(data)}"
+    if resume.get("killed_at_step"):
+        at = f"at step {resume['killed_at_step']}, resumed from {resume['carried_on_from_step']}, {resume['steps']} steps"
+        yield f"  {_mark(resume['passed'])}  resume: killed {at}; bits of an undisturbed run{_why(resume)}"
+    else:
+        yield f"  {_mark(resume['passed'])}  resume{_why(resume)}"
+    yield f"  {_mark(export['passed'])}  export and import: bits of {counted(export.get('tensors', 0), 'tensor')}{_why(export)}"
+    yield from (f"  warning: {line}" for line in proof.warnings)
+    yield from (f"  not shown: {line}" for line in proof.not_shown)
+
+
+def _prediction_text(found: dict[str, Any]) -> str:
+    if found.get("memory_gib") is None:
+        return f"nothing: {found['reason']}"
+    low, high = found["memory_gib_band"]
+    memory = f"{found['memory_gib']:,.1f} GiB ({low:,.1f} to {high:,.1f}) on {found['hardware']}, fits: {found['fits']}"
+    if not found["tokens_per_second"]:
+        return memory
+    low, high = found["tokens_per_second_band"]
+    return f"{memory}; {found['tokens_per_second']:,.0f} tokens/s per device ({low:,.0f} to {high:,.0f})"
+
+
+def _differences(one: dict[str, Any]) -> str:
+    """Return in words how far a case is from one process, and what is not equal though it must be."""
+    parts = [f"{name} {_number(one[name]['difference'])} of {one[name]['bound']:g}" for name in COLUMNS]
+    if one["band"] is not None:
+        parts.append(f"{_number(one['band'])} of the measured band")
+    parts += [f"{one[field]} {title}" for title, field in EXACT.items() if one[field]]
+    return ", ".join(parts) + ("" if one["passed"] else f"; worst: {one['worst']}")
+
+
+def _mark(passed: bool | None) -> str:
+    return {True: "yes", False: "NO ", None: "-  "}[passed]
+
+
+def _why(part: dict[str, Any]) -> str:
+    return f" ({part['reason']})" if part.get("reason") else "" if part["passed"] else " (not the same bits)"
+
+
+def _number(value: float | None) -> str:
+    return "inf" if value is None else f"{value:.1e}"
