@@ -251,7 +251,7 @@ def proof_text(proof: Proof, folder: Path | None) -> Iterator[str]:
         "file": str(layout.PROOF.of(folder)) if folder else "none is written",
     }
     for small in proof.reduced:
-        changes = [f"{key} {before} -> {after}" for key, (before, after) in small["changes"].items()]
+        changes = [f"{key} {before} -> {after}" for key, (before, after) in sorted(small["changes"].items())]
         more = [f"and {len(changes) - CHANGES_SHOWN} more"] if len(changes) > CHANGES_SHOWN else []
         about[f"{small['ranks']} ranks"] = "; ".join([*changes[:CHANGES_SHOWN], *more])
     yield from (f"  {title:<11}{line}" for title, line in about.items())
