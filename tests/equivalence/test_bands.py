@@ -7,10 +7,9 @@ import torch
 
 from titan_hydra.core.data.batch import Batch, Dims
 from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.instruments.verify.case import case
+from titan_hydra.instruments.verify.case import ROWWISE, case
 from titan_hydra.instruments.verify.draws import shuffled
 from titan_hydra.instruments.verify.judge import MULTIPLE, TIGHT, beyond, flips, parts_of_linears, whole_parts, widen
-from titan_hydra.instruments.verify.matrix import ROWWISE
 from titan_hydra.instruments.verify.reference import Trace
 from titan_hydra.instruments.verify.verify import verify
 

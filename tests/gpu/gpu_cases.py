@@ -11,8 +11,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from titan_hydra.instruments.verify.case import Case as Layout
 from titan_hydra.instruments.verify.matrix import MATRIX
-from titan_hydra.instruments.verify.matrix import Case as Layout
 
 
 @dataclass(frozen=True)

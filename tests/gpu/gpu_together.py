@@ -19,7 +19,7 @@ from gpu_checks import Here
 from titan_hydra.core.base.errors import Unhealthy
 from titan_hydra.core.train.observe import flight, health
 from titan_hydra.instruments.verify import verify
-from titan_hydra.instruments.verify.matrix import Case as Layout
+from titan_hydra.instruments.verify.case import Case as Layout
 
 # For a dry run. Bfloat16 is slow on many CPUs.
 SMALLER = {

@@ -16,8 +16,7 @@ from titan_hydra.core.models.layers import SDPA, Decoder
 from titan_hydra.core.train.count import count_rank
 from titan_hydra.core.train.objectives.language import ends_of
 from titan_hydra.experiments.compose.compose import compose_unchecked
-from titan_hydra.instruments.verify.case import case
-from titan_hydra.instruments.verify.matrix import LATENT, MOE, QWEN
+from titan_hydra.instruments.verify.case import LATENT, MOE, QWEN, case
 from titan_hydra.instruments.verify.verify import verify
 
 PACKINGS = {  # lengths of the documents of two samples

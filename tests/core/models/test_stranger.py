@@ -25,10 +25,10 @@ from titan_hydra.core.models import build
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.runs import command_convert as convert_command
-from titan_hydra.instruments.verify.case import case
+from titan_hydra.instruments.verify.case import LAYOUTS_IN_BF16, case, in_bf16
 from titan_hydra.instruments.verify.command_verify import whole_matrix
 from titan_hydra.instruments.verify.coverage import covered
-from titan_hydra.instruments.verify.matrix import LAYOUTS_IN_BF16, MATRIX, in_bf16
+from titan_hydra.instruments.verify.matrix import MATRIX
 from titan_hydra.instruments.verify.verify import job_of, verify
 
 ROOT = Path(__file__).parents[3]

@@ -14,8 +14,7 @@ from titan_hydra.core.job.run.checkpoints import newest
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.train.objectives import build_objective
 from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.instruments.verify.case import case
-from titan_hydra.instruments.verify.matrix import in_bf16
+from titan_hydra.instruments.verify.case import case, in_bf16
 from titan_hydra.instruments.verify.verify import reference_of, verify
 from titan_hydra.recipes.flux import images
 from titan_hydra.recipes.flux.diffusion import as_latents, as_tokens

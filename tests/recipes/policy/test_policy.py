@@ -19,8 +19,7 @@ from titan_hydra.core.parallel import loss_head
 from titan_hydra.core.train.objectives import build_objective
 from titan_hydra.core.train.objectives.language import IGNORED
 from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.instruments.verify.case import case
-from titan_hydra.instruments.verify.matrix import in_bf16
+from titan_hydra.instruments.verify.case import case, in_bf16
 from titan_hydra.instruments.verify.verify import verify
 from titan_hydra.recipes.policy.objectives import Likelihood
 from titan_hydra.recipes.policy.rows import pair_of

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from .case import Case, case
-from .matrix import EXACT, HALVED, MIXTURE, MOE, MUON, PACKED, SPLIT
+from .case import EXACT, HALVED, MIXTURE, MOE, MUON, PACKED, SPLIT, Case, case
 from .scaled import MUP
 
 # A bfloat16 layout against float64. The keys in CHANGED_KEYS make a larger difference than its rounding.

@@ -6,8 +6,7 @@ the default suite. Imports no torch.
 from math import prod
 from typing import Any
 
-from .case import Case, case
-from .matrix import BF16, LATENT, LINEAR, MOE, ODD, QWEN, SIMPLE
+from .case import BF16, LATENT, LINEAR, MOE, ODD, QWEN, SIMPLE, Case, case
 
 SMALL = ("model.n_layers=2", "model.n_kv_heads=8", "steps=2")
 LATENT_WIDE = (*LATENT, "model.n_heads=8", "model.n_kv_heads=8")

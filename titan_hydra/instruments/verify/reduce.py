@@ -41,8 +41,7 @@ from titan_hydra.core.job.ranks import DEGREES, data_parallel, world_size
 from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.run.records import flat
 
-from .case import SAMPLES
-from .matrix import BF16, EIGHT_BITS, Case
+from .case import BF16, EIGHT_BITS, SAMPLES, Case
 
 AT_ONCE = 3  # maximum number of degrees above 1 in one reduced job: three degrees of two make eight ranks
 STEPS_OF_PROOF = 6

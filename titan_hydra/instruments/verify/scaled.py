@@ -2,8 +2,23 @@
 
 from typing import Any
 
-from .case import Case, case
-from .matrix import BF16, COMPILED, EXACT, HALVED, LATENT, LINEAR, MOE, MUON, QWEN, SAME, SIMPLE, SPARSE, SPLIT
+from .case import (
+    BF16,
+    COMPILED,
+    EXACT,
+    HALVED,
+    LATENT,
+    LINEAR,
+    MOE,
+    MUON,
+    QWEN,
+    SAME,
+    SIMPLE,
+    SPARSE,
+    SPLIT,
+    Case,
+    case,
+)
 
 # With these bases, the models are wider and deeper and have wider heads, so that all factors and scales differ from 1.
 MUP = (

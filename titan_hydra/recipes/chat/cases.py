@@ -1,7 +1,6 @@
 """The cases of `titan verify` for conversations."""
 
-from titan_hydra.instruments.verify.case import case
-from titan_hydra.instruments.verify.matrix import EXACT, in_bf16
+from titan_hydra.instruments.verify.case import EXACT, case, in_bf16
 
 # The loss is a mean over the few tokens of the assistant, so another order of sums changes the loss by 8e-5 even in one
 # process.

@@ -1,7 +1,6 @@
 """The cases of `titan verify` for FLUX."""
 
-from titan_hydra.instruments.verify.case import case
-from titan_hydra.instruments.verify.matrix import EXACT, in_bf16
+from titan_hydra.instruments.verify.case import EXACT, case, in_bf16
 
 BASE = (
     "model=flux_debug",

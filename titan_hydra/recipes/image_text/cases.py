@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from titan_hydra.instruments.verify.case import case
-from titan_hydra.instruments.verify.matrix import EXACT, in_bf16
+from titan_hydra.instruments.verify.case import EXACT, case, in_bf16
 
 BASE = (
     "data=synthetic_image_text",

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from titan_hydra.instruments.verify.case import Case, case
-from titan_hydra.instruments.verify.matrix import EXACT, in_bf16
+from titan_hydra.instruments.verify.case import EXACT, Case, case, in_bf16
 
 ASSETS = Path(__file__).parent / "assets"
 LAYOUTS = (
