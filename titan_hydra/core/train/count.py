@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
-from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.job.batches import local_batches, samples_at_once
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.pipeline import modules_of_stages, stage_count, stages_of_ranks
 from titan_hydra.core.job.ranks import world_size
-from titan_hydra.core.parallel.split_masters import is_split, lower_half
-from titan_hydra.core.train.trainer import Trainer
 
 from .fake import fake_step, fake_world
-from .tracker import MemoryTracker, tracking
+from .tracker import Counted, counting
 
 DEPTHS = (2, 4)  # the two numbers of blocks per stage with which a deep model is counted
-
-
-@dataclass(frozen=True)
-class Counted:
-    """A rank's peak memory, and the bytes that it sends in a step."""
-
-    live: float  # peak bytes of live tensors
-    messages: dict[str, float]  # bytes along each dimension of the mesh
 
 
 def eager(job: Job) -> Job:
@@ -46,10 +32,7 @@ def count_rank(job: Job, rank: int) -> Counted:
         job = copy.deepcopy(job)
         job.data.global_batch = 2 * samples_at_once(job)
         found = count_rank(job, rank)
-        return Counted(
-            found.live,
-            {name: sent * (rounds / 2 if name != "dp_replicate" else 1) for name, sent in found.messages.items()},
-        )
+        return Counted(found.live, found.held, *(_repeated(part, rounds / 2) for part in (found.messages, found.calls)))
     stages, family = stage_count(job) if job.parallelism.pp > 1 else 1, family_of(job.model)
     if not family.linears(job.model) or job.model.n_layers <= DEPTHS[-1] * stages:
         return _count(job, rank)
@@ -59,10 +42,14 @@ def count_rank(job: Job, rank: int) -> Counted:
     def extrapolated(a: float, b: float) -> float:
         return a + (b - a) * further
 
-    return Counted(
-        extrapolated(few.live, more.live),
-        {name: extrapolated(sent, more.messages[name]) for name, sent in few.messages.items()},
-    )
+    pairs = ((few.held, more.held), (few.messages, more.messages), (few.calls, more.calls))
+    parts = ({name: extrapolated(value, after[name]) for name, value in before.items()} for before, after in pairs)
+    return Counted(extrapolated(few.live, more.live), *parts)
+
+
+def _repeated(sent: dict[str, float], times: float) -> dict[str, float]:
+    """Return what `times` as many local batches send. Replicas add up their gradients once a step."""
+    return {name: value * (times if name != "dp_replicate" else 1) for name, value in sent.items()}
 
 
 def _cut(job: Job, depth: int, stages: int) -> Job:
@@ -82,38 +69,10 @@ def _blocks(job: Job, rank: int) -> float:
 
 
 def _count(job: Job, rank: int) -> Counted:
-    """Make one step of a rank. The optimizer creates its state only at the end of this step, but the state is counted
-    from the beginning, as it is in memory during all later steps.
-    """
+    """Make one step of a rank, and return what it holds and sends."""
     job = copy.deepcopy(job)
     job.comm.rank = rank
     found: list[Counted] = []
-
-    @contextmanager
-    def watch(trainer: Trainer, batch: Batch) -> Iterator[None]:
-        tracker = MemoryTracker(trainer.mesh)
-        # The optimizer of split masters creates its state when it is built.
-        kept = [
-            part
-            for parameter in trainer.model.parameters()
-            if is_split(parameter)
-            for part in (lower_half(parameter), *trainer.optimizers[0].state[parameter].values())
-        ]
-        for tensor in (
-            *trainer.model.parameters(),
-            *trainer.model.buffers(),
-            *trainer.masters.weights.parameters(),
-            *batch.tensors.values(),
-            *kept,
-        ):
-            tracker.hold(tensor)
-        before, peaks = tracker.live, []
-        trainer.optimizers[0].register_step_pre_hook(lambda *_: peaks.append(tracker.restart()))
-        with tracking(tracker):
-            yield
-        state = tracker.live - before
-        found.append(Counted(max(peaks[0] + state, tracker.peak), dict(tracker.messages)))
-
     with fake_world(job):
-        fake_step(job, watch)
+        fake_step(job, counting(found))
     return found[0]

@@ -7,6 +7,7 @@ for 512 GPUs is checked on a laptop in a minute.
 """
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,13 +16,16 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.core.base.private import FakeStore, FakeTensorMode, settle_shapes
+from titan_hydra.core.base.text import table
 from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.job.batches import local_batches
 from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.job.dtypes import GIB
 from titan_hydra.core.job.ranks import world_size
 from titan_hydra.core.job.run.run import Run, hash_of
 from titan_hydra.core.parallel.pipeline import Pipeline
 from titan_hydra.core.train.loop import write_result
+from titan_hydra.core.train.tracker import Counted, counting
 from titan_hydra.core.train.trainer import Trainer, assemble
 from titan_hydra.core.train.world import set_determinism
 
@@ -30,18 +34,25 @@ CPU = torch.device("cpu")
 
 
 def train_fake(job: Job, run: Run) -> None:
-    """Run one step as rank `comm.rank` of the job's world, and print the rank's share of the parameters."""
-    began = time.perf_counter()
+    """Run one step as rank `comm.rank` of the job's world, and print what the rank holds and what it sends."""
+    began, found = time.perf_counter(), list[Counted]()
     with fake_world(job):
-        trainer = fake_step(job)
+        trainer = fake_step(job, counting(found))
         # Parameters of this rank's pipeline stages, before sharding.
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         seconds = time.perf_counter() - began
         print(
             f"{job.model.name}: {trainer.parameters:,} parameters, {parameters:,} of them in the stages of rank {job.comm.rank} "
             f"of {world_size(job)}; a step of {job.parallelism.name} in {seconds:.1f} s, with nothing computed",
+            *_shown(job, found[0]),
+            sep="\n",
             flush=True,
         )
+        counted = {
+            "held_gib": {name: size / GIB for name, size in found[0].held.items()} | {"peak": found[0].live / GIB},
+            "sent_gib": {name: size / GIB for name, size in found[0].messages.items()},
+            "messages": found[0].calls,
+        }
         write_result(
             job,
             run.directory,
@@ -59,8 +70,31 @@ def train_fake(job: Job, run: Run) -> None:
                 "gpu_hours": None,
                 "world_size": world_size(job),
                 "parameters": parameters,
+                "counted": counted,
             },
         )
+
+
+def _shown(job: Job, counted: Counted) -> list[str]:
+    """Return lines with the bytes that a rank holds, and with those that it sends along each dimension of the mesh."""
+    held = ", ".join(f"{name} {_size(size)}" for name, size in counted.held.items())
+    how = "eager" if job.precision.converter is None else "eager, and its number format is emulated"
+    sizes = vars(job.parallelism) | {"fsdp": job.parallelism.dp_shard * job.parallelism.cp}
+    rows = [
+        (name, sizes.get(name, "-"), f"{counted.calls[name]:,}", _size(size))
+        for name, size in sorted(counted.messages.items(), key=lambda item: -item[1])
+    ]
+    titles = ("sent in a step", "ranks", "messages", "bytes")
+    return [
+        f"held: {held}; all tensors at the peak {_size(counted.live)} (the step is {how})",
+        *(table(titles, rows, titles[1:]) if rows else ["sent in a step: nothing"]),
+    ]
+
+
+def _size(count: float) -> str:
+    """Return a number of bytes with its unit."""
+    power = min(max(int(math.log2(count)) // 10, 0), 3) if count else 0
+    return f"{count:,.0f} B" if not power else f"{count / 1024**power:,.2f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
 @contextmanager

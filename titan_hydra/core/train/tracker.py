@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +18,26 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_hydra.core.base.private import TorchDispatchMode, swap_propagation, tree_leaves
+from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.parallel.mesh import Mesh, local_part
+from titan_hydra.core.parallel.split_masters import is_split, lower_half
+from titan_hydra.core.train.trainer import Trainer
 
+BOTH = "fsdp and ep"  # a group of ranks that exchanges rows of experts and shards all other weights, too
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a rank holds and sends in a step, in bytes. `live` is the peak of all tensors; `held` has its weights with
+    buffers, the gradients and the optimizer's state. `messages` and `calls` are the bytes and the number of messages
+    along each dimension of the mesh.
+    """
+
+    live: float
+    held: dict[str, float]
+    messages: dict[str, float]
+    calls: dict[str, float]
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -33,6 +51,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self.messages: Counter[str] = Counter()  # bytes along each dimension of the mesh
+        self.calls: Counter[str] = Counter()  # their number
         self.sizes: dict[int, int] = {}  # bytes of each live storage, by the id of its Python object
         self.groups = _names_of_groups(mesh)
         self.paused = False
@@ -66,17 +85,20 @@ class MemoryTracker(TorchDispatchMode):
         result = operator(*args, **(kwargs or {}))
         if not self.paused:
             if operator.namespace in COLLECTIVES:
-                self.count(tree_leaves((args, kwargs, result)))
+                self.count(str(operator), tree_leaves((args, kwargs, result)))
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
                     self.hold(leaf)
         return result
 
-    def count(self, leaves: list) -> None:
+    def count(self, operator: str, leaves: list) -> None:
         """Count a collective by its arguments and results. An operator without a process group, such as a wait, is no
         collective.
         """
         for dimension in {self.groups[name] for leaf in leaves if (name := _name_of_group(leaf)) in self.groups}:
+            if dimension == BOTH:
+                dimension = "ep" if "all_to_all" in operator or "alltoall" in operator else "fsdp"
+            self.calls[dimension] += 1
             self.messages[dimension] += max(
                 leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor)
             )
@@ -90,11 +112,10 @@ def _names_of_groups(mesh: Mesh) -> dict[str, str]:
         names = {shards: "fsdp"} | dict.fromkeys(replicas, "dp_replicate")
     dimensions = mesh.world.mesh_dim_names if mesh.world is not None else ()
     if mesh.experts is not None:
-        names |= {
-            str(mesh.experts.get_group(own).group_name): name
-            for own, name in (("efsdp", "fsdp"), ("ep", "ep"))
-            if own in mesh.experts.mesh_dim_names
-        }
+        for own, name in (("efsdp", "fsdp"), ("ep", "ep")):
+            if own in mesh.experts.mesh_dim_names:
+                group = str(mesh.experts.get_group(own).group_name)
+                names[group] = BOTH if name == "ep" and names.get(group) == "fsdp" else name
     return {str(mesh.world.get_group(name).group_name): name for name in dimensions} | names
 
 
@@ -103,6 +124,52 @@ def _name_of_group(leaf: Any) -> str | None:
     if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf):
         return dist.ProcessGroup.unbox(leaf).group_name
     return leaf if isinstance(leaf, str) else None
+
+
+def counting(found: list[Counted]) -> Callable[[Trainer, Batch], AbstractContextManager]:
+    """Return a `watch` for `fake_step` that adds to `found` what the step holds and sends. The optimizer creates its
+    state only at the end of this step, but the state is counted from the beginning, as it is in memory during all later
+    steps.
+    """
+
+    @contextmanager
+    def watch(trainer: Trainer, batch: Batch) -> Iterator[None]:
+        tracker = MemoryTracker(trainer.mesh)
+        # The optimizer of split masters creates its state when it is built.
+        kept = [
+            part
+            for parameter in trainer.model.parameters()
+            if is_split(parameter)
+            for part in (lower_half(parameter), *trainer.optimizers[0].state[parameter].values())
+        ]
+        parameters = [*trainer.model.parameters(), *trainer.masters.weights.parameters()]
+        weights = _held(tracker, [*parameters, *trainer.model.buffers()])
+        built = _held(tracker, kept)
+        _held(tracker, batch.tensors.values())
+        before, peaks, gradients = tracker.live, [], []
+
+        def at_the_step(*_: Any) -> None:
+            peaks.append(tracker.restart())
+            parts = {id(p): local_part(p.grad).nbytes for p in parameters if p.grad is not None}
+            gradients.append(sum(parts.values()))
+
+        trainer.optimizers[0].register_step_pre_hook(at_the_step)
+        with tracking(tracker):
+            yield
+        state = tracker.live - before
+        held = {"weights": weights, "gradients": gradients[0], "optimizer": built + state}
+        peak = max(peaks[0] + state, tracker.peak)
+        found.append(Counted(peak, held, dict(tracker.messages), dict(tracker.calls)))
+
+    return watch
+
+
+def _held(tracker: MemoryTracker, tensors: Iterable[Tensor]) -> int:
+    """Count tensors, and return the bytes that they add."""
+    before = tracker.live
+    for tensor in tensors:
+        tracker.hold(tensor)
+    return tracker.live - before
 
 
 @contextmanager

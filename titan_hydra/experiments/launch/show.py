@@ -158,7 +158,7 @@ def result_line(directory: Path) -> str:
         "" if result.get("validation_loss") is None else f" (held out {result['validation_loss']:.4f}{lowest(result)})"
     )
     return (
-        f"{directory.name}: done, {result.get('steps')} steps, loss {loss}{held_out}, {rate} tokens/s per device "
+        f"{directory.name}: done, {counted(result.get('steps') or 0, 'step')}, loss {loss}{held_out}, {rate} tokens/s per device "
         f"({layout.RESULT.of(directory)})"
     )
 
