@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from titan_hydra.core.job.ranks import rotation
 
@@ -109,16 +110,24 @@ def imbalance(shape: Shape, factors: Factors) -> float:
     return 1.0 if shape.job.debug.balance_experts else factors.imbalance
 
 
-def exchange_passes(shape: Shape, factors: Factors) -> Pair:
-    """Return the seconds of the exchanges of rows with the experts' ranks. Each device has its own NIC, and messages
-    inside a node and between nodes are sent at the same time.
+class Exchange(NamedTuple):
+    """The seconds of one exchange of rows with the experts' ranks: on NVLink, on the NIC, and in kernels on the device."""
+
+    nvlink: float = 0.0
+    nic: float = 0.0
+    device: float = 0.0
+
+
+def _exchange(shape: Shape, factors: Factors) -> Exchange:
+    """Return the seconds of one exchange. Each device has its own NIC, and messages inside a node and between nodes are
+    sent at the same time.
 
     torch's all-to-all sends each row by itself. DeepEP and HybridEP send a token once to each node of its experts,
     where it is passed on to the ranks of its experts.
     """
     experts, hardware = shape.experts, shape.job.hardware
     if not experts or experts.ep == 1:
-        return Pair(0.0, 0.0)
+        return Exchange()
     ep, near = experts.ep, min(experts.ep, hardware.gpus_per_node)
     nodes, token = -(-ep // near), shape.tokens * experts.sent / experts.chosen_experts
     handling = 0.0
@@ -130,19 +139,36 @@ def exchange_passes(shape: Shape, factors: Factors) -> Pair:
         inside = experts.reached(ep) * (near - 1) / near
         between = experts.reached(nodes) * (nodes - 1) / nodes
     links = inside / (hardware.nvlink_gbs * 1e9 * factors.dispatch), between / (hardware.nic_gbs * 1e9)
-    once = imbalance(shape, factors) * (token * max(links) + handling)
-    return Pair(*(once * times for times in messages.exchanges(shape)))
+    fullest = imbalance(shape, factors)
+    return Exchange(*(fullest * token * seconds for seconds in links), fullest * handling)
+
+
+def exchange_passes(shape: Shape, factors: Factors) -> Pair:
+    """Return the seconds of a block's exchanges of rows with the experts' ranks."""
+    once = _exchange(shape, factors)
+    return Pair(*(times * (max(once.nvlink, once.nic) + once.device) for times in messages.exchanges(shape)))
+
+
+def _apart(shape: Shape, factors: Factors, block: Pair) -> Pair:
+    """Return the seconds of a block with which FSDP's messages can overlap: those in which exchanges of rows with experts
+    do not occupy the same link.
+    """
+    once, node = _exchange(shape, factors), shape.job.hardware.gpus_per_node
+    busy = once.nic if shape.shards * shape.job.parallelism.tp > node else once.nvlink
+    return Pair(*(max(spent - times * busy, 0) for spent, times in zip(block, messages.exchanges(shape), strict=True)))
 
 
 def fsdp_delay(shape: Shape, factors: Factors, block: Pair) -> float:
     """Return the seconds by which FSDP's messages delay a step. The computation of a block (`block`) overlaps with the
-    messages of the next block. In a pipeline, no computation overlaps with messages.
+    messages of the next block, except while exchanges with experts occupy the same link. In a pipeline, no computation
+    overlaps with messages.
     """
     job = shape.job
     gather, reduce, replicas = _sharding(shape, factors)
     if len(shape.stages) > 1:
         blocks = max(shape.layers) * len(shape.stages[0])
         return blocks * ((gather + reduce).seconds * shape.rounds + replicas.seconds)
+    block = _apart(shape, factors, block) if shape.experts else block
     again = Sent() if job.parallelism.reshard_after_forward == "never" else gather
     shown = gather.behind(block.forward) * shape.rounds + (again + reduce).behind(block.backward) * (shape.rounds - 1)
     shown += (again + reduce + replicas).behind(block.backward)

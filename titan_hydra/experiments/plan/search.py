@@ -103,20 +103,26 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
 
 
 def _rank(row: Row) -> tuple[float, float]:
-    """Return the key that sorts rows: by speed, then by memory."""
-    return -row.prediction.speed.tokens_per_second, row.prediction.peak.gib
+    """Return the key that sorts rows: by speed, then by memory; by memory alone if they do not fit."""
+    speed = 0.0 if row.prediction.fits == "no" else row.prediction.speed.tokens_per_second
+    return -speed, row.prediction.peak.gib
 
 
 def _exact(job: Job, ranked: Iterable[Prediction], most: int) -> list[Row]:
-    """Return the first `most` layouts, each once, with an exact prediction of their time."""
-    rows: dict[tuple[Any, ...], Row] = {}
+    """Return the first `most` layouts, each once, with an exact prediction of their time and, of a schedule with several
+    stages on a rank, the number of stages that is then the fastest: the approximate times of these differ too little.
+    """
+    rows: dict[tuple[Any, ...], dict[int, Row]] = {}
     for one in ranked:
-        row = Row(one, job)
-        if row.key not in rows and not checks.check(one.job):
-            rows[row.key] = row
+        row, stages = Row(one, job), one.job.pp_schedule.stages_per_rank
+        if stages not in rows.get(row.key, {}) and not checks.check(one.job):
+            rows.setdefault(row.key, {})[stages] = row
         if len(rows) == most:
             break
-    return [replace(row, prediction=timed(row.prediction)) for row in rows.values()]
+    return [
+        min((replace(row, prediction=timed(row.prediction)) for row in same.values()), key=_rank)
+        for same in rows.values()
+    ]
 
 
 def _best(rows: list[Row], most: int) -> list[Row]:

@@ -135,14 +135,11 @@ def _as_run(row: Row, shape: Shape) -> Shape:
     shape = replace(shape, transformer_engine=_of_megatron(row) or _has_te(row))
     if not _of_megatron(row):
         return shape
-    layout = shape.job.parallelism
-    if layout.pp > 1 or shape.experts:
-        shape = replace(shape, wrapped=False)
-    if shape.experts:
-        experts = replace(shape.experts, in_turn=False)
-        overlaps, graphs = (row["stack"].get(name, False) for name in ("overlaps", "graphs"))
-        shape = replace(shape, experts=experts, hidden_exchange=overlaps, captured=graphs)
-    return shape
+    if not shape.experts:  # context-parallel ranks share no weights, so a microbatch gathers none
+        return replace(shape, shards=1, wrapped=shape.job.parallelism.pp == 1)
+    experts = replace(shape.experts, in_turn=False)
+    overlaps, graphs = (row["stack"].get(name, False) for name in ("overlaps", "graphs"))
+    return replace(shape, wrapped=False, experts=experts, hidden_exchange=overlaps, captured=graphs)
 
 
 @cache  # cached, as most rows have the same overrides for their memory and for their time
