@@ -69,6 +69,8 @@ class ReportCell:
             return "failed" if kind is Kind.UNKNOWN else SHORT.get(kind, str(kind))
         return {"new": "not started"}.get(self.state.kind, self.state.kind)
 
+    unknown = word  # what stands in a table in place of a rate that the run does not have
+
     @property
     def waiting(self) -> bool:
         """Whether the run has never started. A requeued run has started."""

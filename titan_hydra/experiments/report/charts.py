@@ -104,7 +104,7 @@ def bar_charts(report: Report) -> Iterator[Bars]:
         spread = error_of(cell.of("rate")) if isinstance(cell, Mean) else cell.iqr and cell.iqr / 2
         speeds.append(Bar(number, cell.rate, row.rate, ", ".join(filter(None, what)), spread))
         change = percent(cell.memory / reference - 1) if cell.memory and reference and not row.baseline else ""
-        memory.append(Bar(number, cell.memory, cell.word if cell.memory is None else f"{cell.memory:.1f}", change))
+        memory.append(Bar(number, cell.memory, cell.unknown if cell.memory is None else f"{cell.memory:.1f}", change))
     if any(bar.value is not None and isfinite(bar.value) for bar in speeds):
         spreads = "thin lines: " + ("standard errors" if report.over else "half the IQR to each side")
         unit = "tokens/s per device" + (f" ({spreads})" if any(bar.spread for bar in speeds) else "")
@@ -209,6 +209,8 @@ def looks(report: Report) -> list[Look]:
     the colour, and the other keys the dashes. This requires enough colours and dashes, and rows for at least half of
     the combinations. Otherwise neighbouring rows differ in colour and dashes, and the baseline is broad and grey.
     """
+    if len(report.own) < len(report.rows):  # rows of other programs have no overrides
+        return [Look(*line_style(number), row is report.reference) for number, row in enumerate(report.rows)]
     own = [{key_of(word): word for word in words} for words in differing([row.cell.overrides for row in report.rows])]
     values = {key: list(dict.fromkeys(one.get(key) for one in own)) for one in own for key in one}
     keys = sorted((key for key in values if len(values[key]) < len(own)), key=lambda key: -len(values[key]))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.core.base.errors import Exit
+from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import table, to_json
 from titan_hydra.core.job.config.fault import as_typed
 from titan_hydra.core.job.config.load import changes_of, known_keys
@@ -19,6 +19,7 @@ from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.hang import names
 from titan_hydra.core.job.run.records import flat
 from titan_hydra.experiments.runs import rundir
+from titan_hydra.experiments.runs.find import is_run
 from titan_hydra.experiments.runs.view import add_runs, choose_one, tells
 
 # the unit of a key's value follows from the end of the key's name
@@ -81,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print three tables (one line for a table without differences), and below them where the runs diverge."""
+    for target in (args.A, args.B):
+        refuse_foreign(Path(target))
     a, b = (side(choose_one(target, args.runs).directory) for target in (args.A, args.B))
     if args.json:
         print(to_json(comparison(a, b, args.tolerance)))
@@ -90,6 +93,17 @@ def main(args: argparse.Namespace) -> int:
     print_grid("results", a, b, _results(a, b), "difference")
     print(*_curves(a.directory, b.directory, args.tolerance), *modules(a, b), sep="\n")
     return Exit.DONE
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raise ConfigError if a path names a log of another program."""
+    if (path.is_file() and path.name != layout.SWEEP.name) or (
+        path.is_dir() and not is_run(path) and any(path.rglob("*.tfevents.*"))
+    ):
+        raise ConfigError(
+            f"{path}: is no run of this program, so its configuration, code and modules are not known; "
+            f"titan report RUN --with {path} puts it beside a run"
+        )
 
 
 def side(directory: Path) -> Side:

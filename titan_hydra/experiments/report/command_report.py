@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--over",
         metavar="KEY",
         help="average cells that differ only in this key, such as seed, and add standard errors",
+    )
+    parser.add_argument(
+        "--with",
+        dest="foreign",
+        nargs="+",
+        action="extend",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="logs of other programs, as further rows: TorchTitan's or Megatron-LM's log, a folder of TensorBoard, a .csv",
     )
     for name, (file, what, _) in forms().items():
         parser.add_argument(f"--{name}", action="store_true", help=f"{what}, printed, or written as {file} with -o")
@@ -101,9 +112,13 @@ def main(args: argparse.Namespace) -> int:
         from titan_hydra.experiments.report.gate import gate_main
 
         if given := [
-            name for name in (*forms(), "over", "baseline", "html", "plots", "serve", "output") if getattr(args, name)
+            name
+            for name in (*forms(), "over", "baseline", "html", "plots", "serve", "output", "foreign")
+            if getattr(args, name)
         ]:
-            raise ConfigError(f"--gate: prints a verdict on each run, and takes no --{given[0]}")
+            raise ConfigError(
+                f"--gate: prints a verdict on each run, and takes no --{'with' if given[0] == 'foreign' else given[0]}"
+            )
         return gate_main(args, allowed_keys(args))
     if args.json and (given := [name for name in (*forms(), "serve") if getattr(args, name)]):
         raise ConfigError(f"--json: prints one document, and --{given[0]} another; give one of them")
@@ -113,7 +128,7 @@ def main(args: argparse.Namespace) -> int:
         serve(lambda: made(args), args.port)
         return Exit.DONE
     report = made(args)
-    if all(row.cell.rate is None and row.cell.loss is None for row in report.rows):
+    if all(row.cell.rate is None and row.cell.loss is None for row in report.own):
         states = ", ".join(f"{row.cell.name}: {row.cell.word}" for row in report.rows[:6]) + (
             ", ..." if len(report.rows) > 6 else ""
         )
@@ -158,12 +173,26 @@ def draw_files(report: Report, folder: Path, args: argparse.Namespace) -> None:
         print(folder / "report.html")
 
 
-def report_of(target: str | None, runs: Path, baseline: str | None, allowed: set[str], over: str | None) -> Report:
-    """Compare the runs that `target` selects. Raises ConfigError if there are none, or if they cannot be compared."""
+def report_of(
+    target: str | None,
+    runs: Path,
+    baseline: str | None,
+    allowed: set[str],
+    over: str | None,
+    foreign: Sequence[Path] = (),
+) -> Report:
+    """Compare the runs that `target` selects, and those of other programs in the files `foreign`. Raises ConfigError if
+    there are none, or if they cannot be compared.
+    """
     selection = choose(target, runs)
     report = build(selection, gather(selection), baseline, allowed, over)
     for section in of_all("REPORT_SECTIONS").values() if selection.manifest else ():
         report = replace(report, section=resolve(section)(selection.manifest) or report.section)
+    if foreign:
+        from titan_hydra.experiments.report.foreign import foreign_cells, foreign_rows
+
+        rows, remarks = foreign_rows(foreign_cells(foreign), report.baseline.cell)
+        report = replace(report, rows=[*report.rows, *rows], remarks=tuple(remarks))
     return report
 
 
@@ -173,7 +202,7 @@ def allowed_keys(args: argparse.Namespace) -> set[str]:
 
 
 def made(args: argparse.Namespace) -> Report:
-    report = report_of(args.target, args.runs, args.baseline, allowed_keys(args), args.over)
+    report = report_of(args.target, args.runs, args.baseline, allowed_keys(args), args.over, args.foreign)
     for name, (_, change) in of_all("REPORT_CHANGES").items():
         report = resolve(change)(report) if getattr(args, name) else report
     return report

@@ -66,8 +66,8 @@ def packed_plotly() -> str:
 def news(report: Report) -> dict[str, Any]:
     """Return the data that a live page fetches: its tables as HTML, and the data of its charts."""
     parts: Any = template("report_parts.html").module
-    over = sum(row.cell.state.kind != "new" and not row.cell.state.active for row in report.rows)
-    state = f"{datetime.datetime.now():%H:%M:%S}: {over} of {len(report.rows)} cells are over"
+    over = sum(row.cell.state.kind != "new" and not row.cell.state.active for row in report.own)
+    state = f"{datetime.datetime.now():%H:%M:%S}: {over} of {len(report.own)} cells are over"
     results, details = parts.results(_table(report)), parts.details(more(report))
     return {"results": str(results), "details": str(details), "data": data(report), "state": state}
 
@@ -129,6 +129,8 @@ def digits(value: float | None) -> float | None:
     """
     if not isinstance(value, float):
         return value
+    if not isfinite(value):
+        return None
     return int(value) if value.is_integer() else float(f"{value:.6g}")
 
 
@@ -222,7 +224,7 @@ def environment(report: Report) -> dict[str, Any]:
 def commands(report: Report) -> Iterable[str]:
     """Yield the commands that reproduce the report: the checkout, the sweep, and each single cell."""
     sweep = report.selection.sweep
-    commits = {row.cell.commit for row in report.rows} - {None}
+    commits = {row.cell.commit for row in report.own} - {None}
     if len(commits) == 1 and not (commit := commits.pop()).endswith("+"):
         yield f"git checkout {commit}"
     if sweep:
@@ -230,7 +232,7 @@ def commands(report: Report) -> Iterable[str]:
         yield f"titan report {quoted([report.name])} --html"
         yield ""
     typed = {key_of(word) for word in sweep["command"]} | {"sweeps", "sweep.cell"} if sweep else set()
-    for row in report.rows:
+    for row in report.own:
         for one in row.cell.single:
             # with +sweeps, some overrides come from the sweep's file and were not typed
             implied = any(key_of(word) == "sweeps" for word in one.overrides)

@@ -50,7 +50,7 @@ class ReportRow:
         if isinstance(self.cell, Mean):
             return with_error(self.cell.rate, error_of(self.cell.of("rate")), 0) or self.cell.word
         text = rate(self.cell.rate, self.cell.iqr)
-        return self.cell.word if text is None else f"{text}*" if self.cell.partial else text
+        return self.cell.unknown if text is None else f"{text}*" if self.cell.partial else text
 
     @property
     def speed(self) -> str | None:
@@ -138,18 +138,9 @@ def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str
     if cell is baseline:
         return ReportRow(cell, label, baseline=True)
     work = [key for key in compare.WORK if not compare.is_allowed(key, allowed)]
-    difference = noise = None
+    difference, noise, doubt = None, None, ""
     if cell.rate and baseline.rate and compare.same(cell, baseline, work):
-        difference = cell.rate / baseline.rate - 1
-        sizes = [abs(one.noise / baseline.rate) for one in (cell, baseline) if one.noise is not None]
-        noise = max(*sizes, drift) if len(sizes) == 2 else None
-    doubt = ""
-    if difference is not None and any(one.measured is not None and one.measured < FEW for one in (cell, baseline)):
-        doubt = FEW_STEPS
-    elif difference is not None and any(isinstance(one, Mean) and len(one.of("rate")) < 2 for one in (cell, baseline)):
-        doubt = ONE_RUN
-    elif difference is not None and noise is not None and abs(difference) < noise:
-        doubt = NOISE
+        difference, noise, doubt = speed_of(cell, baseline, drift)
     comparable = (
         not cell.lost
         and cell.members.keys() == baseline.members.keys()
@@ -157,6 +148,21 @@ def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str
     )
     own_band = band(baseline, cell) if comparable else None
     return ReportRow(cell, label, False, difference, noise, doubt, loss_change(cell, baseline), own_band)
+
+
+def speed_of(cell: ReportCell, baseline: ReportCell, drift: float) -> tuple[float, float | None, str]:
+    """Return the relative difference between the tokens/s of two cells, its noise, and why it is not reliable."""
+    difference = cell.rate / baseline.rate - 1
+    sizes = [abs(one.noise / baseline.rate) for one in (cell, baseline) if one.noise is not None]
+    noise = max(*sizes, drift) if len(sizes) == 2 else None
+    doubt = ""
+    if any(one.measured is not None and one.measured < FEW for one in (cell, baseline)):
+        doubt = FEW_STEPS
+    elif any(isinstance(one, Mean) and len(one.of("rate")) < 2 for one in (cell, baseline)):
+        doubt = ONE_RUN
+    elif noise is not None and abs(difference) < noise:
+        doubt = NOISE
+    return difference, noise, doubt
 
 
 def loss_change(cell: ReportCell, baseline: ReportCell) -> tuple[float, float | None] | None:

@@ -18,6 +18,7 @@ from .digits import percent
 from .row import COLUMNS, FEW_STEPS, NOISE, NONE, ONE_RUN, PREDICTED, Column, ReportRow, against, task_columns
 
 DRAWN = 100  # maximum number of rows in a chart: readers cannot distinguish more lines, and browsers cannot draw them
+FOREIGN = "foreign"  # the state of a run of another program (--with)
 SLOW = 0.2  # a note is added if a run is slower than predicted by more than this fraction
 # columns that become part of the caption if all cells have the same value
 ALIKE = ("parameters", "FLOPs of a token", "tokens seen", "GPUs", "commit", "torch", "device")
@@ -48,6 +49,12 @@ class Report:
     # with --over: a text that counts the cells that have not started (and have no row), and those that still run
     waiting: str = ""
     section: Section | None = None  # the results of a search, if a search drew the cells
+    remarks: tuple[str, ...] = ()  # notes about rows of other programs
+
+    @property
+    def own(self) -> list[ReportRow]:
+        """The rows of runs of this program, which stand first."""
+        return [row for row in self.rows if row.cell.state.kind != FOREIGN]
 
     @property
     def baseline(self) -> ReportRow:
@@ -94,7 +101,8 @@ class Report:
     @cached_property
     def varied(self) -> dict[str, list[Any]]:
         """For each key or group that the cells vary on purpose, its value in each row."""
-        return compare.varied([row.cell for row in self.rows])
+        others = [None] * (len(self.rows) - len(self.own))
+        return {key: [*values, *others] for key, values in compare.varied([row.cell for row in self.own]).items()}
 
     @cached_property
     def shared(self) -> dict[str, str]:
@@ -146,6 +154,7 @@ class Report:
             *self._stragglers(),
             *self._mixed(),
             *self._forced(),
+            *self.remarks,
         ]
 
     def _slow(self) -> list[str]:

@@ -115,8 +115,25 @@ def report_document(report: Report) -> dict[str, Any]:
             for one in report.found
         ],
         "notes": report.notes,
+        **({"foreign": foreign_documents(report)} if len(report.own) < len(report.rows) else {}),
         **({report.section.name: report.section.document} if report.section else {}),
     }
+
+
+def foreign_documents(report: Report) -> list[dict[str, Any]]:
+    """Return for each row of another program its name, its program, its file, and what its user states about it."""
+    from .foreign import ForeignCell
+
+    return [
+        {
+            "technique": row.label,
+            "program": row.cell.program,
+            "file": str(row.cell.directory),
+            "stated": asdict(row.cell.stated),
+        }
+        for row in report.rows
+        if isinstance(row.cell, ForeignCell)
+    ]
 
 
 def values_of_rows(report: Report) -> list[dict[str, Any]]:

@@ -31,14 +31,14 @@ def with_predictions(report: Report) -> Report:
     nothing can be predicted.
     """
     rates = layout.RATES.read(report.selection.manifest) if report.selection.manifest else {}
-    found = [prediction(row.cell.directory, rates) for row in report.rows]
+    found = [prediction(row.cell.directory, rates) for row in report.own]
     if not any(isinstance(one, Prediction) for one in found):
         raise ConfigError(f"--predicted: {found[0]}")
     rows = [
         replace(row, prediction=one if isinstance(one, Prediction) else None)
-        for row, one in zip(report.rows, found, strict=True)
+        for row, one in zip(report.own, found, strict=True)
     ]
-    return replace(report, rows=rows)
+    return replace(report, rows=[*rows, *report.rows[len(rows) :]])
 
 
 def prediction(directory: Path, rates: dict[str, Any]) -> Prediction | str:
