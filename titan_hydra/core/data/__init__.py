@@ -147,7 +147,12 @@ def open_tokens(key: str, source: FileSource, wanted: Wanted, seed: int) -> Samp
 
     job = wanted.job
     return TokenFiles(
-        *path_of(key, source, wanted.split), job.model.vocab_size, job.data.seq_len, wanted.order(seed), wanted.bad
+        *path_of(key, source, wanted.split),
+        job.model.vocab_size,
+        job.data.seq_len,
+        wanted.order(seed),
+        wanted.bad,
+        job.data.document_mask,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.files import expand
 
 from . import files
+from .indexed import document_starts, index_of, indexed_header
 from .opening import OpenFiles
 from .permutation import permute
 from .shards import BadShard, BadShards
 
+MAPPED = 64  # maximum number of indexes whose documents stay in memory
 TRIES = 1000  # maximum number of samples that are tried as a replacement for an unreadable one
 
 
@@ -27,6 +30,7 @@ class Shard:
     file: Path
     header: dict
     usable: bool  # whether the file matches its header
+    index: Path | None = None  # the index of Megatron-LM that describes the file
 
 
 class Numbered:
@@ -43,17 +47,25 @@ class Numbered:
 
 
 class TokenFiles(Numbered):
-    """Files of `titan tokenizer encode`; sample i of a file is its tokens [i * S, i * S + S], S = data.seq_len.
+    """Files of `titan tokenizer encode` or of Megatron-LM (indexed.py); sample i of a file is its tokens
+    [i * S, i * S + S], S = data.seq_len.
 
     The numbers of samples continue from one epoch to the next, without end. A sample in a bad file is replaced by a
     random one, so that the other samples keep their numbers.
     """
 
     def __init__(
-        self, key: str, path: str | None, vocab_size: int, seq_len: int, seed: int | None, bad: BadShards | None = None
+        self,
+        key: str,
+        path: str | None,
+        vocab_size: int,
+        seq_len: int,
+        seed: int | None,
+        bad: BadShards | None = None,
+        documents: bool = False,
     ):
-        """Read the headers. Raises ConfigError if a file does not match its header, or holds ids for which the model
-        has no row.
+        """Read the headers. With `documents`, samples of files whose index has the documents number them. Raises
+        ConfigError if a file does not match its header, or holds ids for which the model has no row.
         """
         self.key, self.vocab_size, self.seq_len, self.seed, self.bad = (
             key,
@@ -78,6 +90,8 @@ class TokenFiles(Numbered):
             raise ConfigError(f"{key}={path}: {tokens} tokens, fewer than one sample of data.seq_len={seq_len} + 1")
         self.signature = {"samples": self.ends[-1]}
         self.open_files = OpenFiles()
+        self.documents = documents
+        self._starts = functools.lru_cache(MAPPED)(lambda shard: document_starts(self.shards[shard].index))
 
     def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
         epoch, index = divmod(number, self.ends[-1])
@@ -86,7 +100,7 @@ class TokenFiles(Numbered):
         for another in range(1, TRIES):
             tokens = self._read(index)
             if tokens is not None:
-                return {"tokens": tokens}
+                return {"tokens": tokens} | self._documents(index)
             index = permute(number % self.ends[-1], self.ends[-1], self.seed or 0, epoch, another)
         raise ConfigError(f"{self.key}: {TRIES} samples in a row lie in files that cannot be read")
 
@@ -105,9 +119,9 @@ class TokenFiles(Numbered):
             tokens = np.frombuffer(content, dtype)
             wrong = tokens.argmin() if tokens.min() < 0 else tokens.argmax()
             if not 0 <= tokens[wrong] < self.vocab_size:
+                ids = header["vocab_size"] or self.vocab_size
                 raise BadShard(
-                    file,
-                    f"{self.key}={file}: id {tokens[wrong]} at token {first + wrong}, not one of {header['vocab_size']}: damaged",
+                    file, f"{self.key}={file}: id {tokens[wrong]} at token {first + wrong}, not one of {ids}: damaged"
                 )
         except OSError as error:
             self.bad.add(BadShard(file, f"{self.key}={file}: cannot be read: {error.strerror}"))
@@ -116,6 +130,14 @@ class TokenFiles(Numbered):
         else:
             return tokens
         return None
+
+    def _documents(self, index: int) -> dict[str, np.ndarray]:
+        """Return the number of the document of each token of a sample; {} if they are not asked for, or not known."""
+        shard, place = files.place_in(self.ends, index)
+        if not self.documents or self.shards[shard].index is None:
+            return {}
+        tokens = np.arange(place * self.seq_len, (place + 1) * self.seq_len + 1)
+        return {"documents": self._starts(shard).searchsorted(tokens, "right").astype(np.int32)}
 
     def _files(self, path: str | None) -> list[Path]:
         """Return the files of a path, including missing ones whose headers exist."""
@@ -133,23 +155,33 @@ class TokenFiles(Numbered):
         except BadShard as error:
             self.bad.add(BadShard(file, f"{self.key}={error}"))
             return None
-        if header["vocab_size"] > self.vocab_size:
+        if header["vocab_size"] and header["vocab_size"] > self.vocab_size:
             raise ConfigError(
                 f"{self.key}={file}: encoded with {header['vocab_size']} ids, more than model.vocab_size={self.vocab_size}"
             )
-        tokens, dtype = header["tokens"], np.dtype(header["dtype"])
-        size = file.stat().st_size if file.exists() else None
-        usable = size == tokens * dtype.itemsize
-        if not usable:
-            found = "no such file" if size is None else f"{size} bytes"
-            self.bad.add(
-                BadShard(file, f"{self.key}={file}: {found}, but {file.name}.json lists {tokens} tokens in {dtype}")
-            )
-        return Shard(file, header, usable)
+        wrong = wrong_size(file, header)
+        if wrong:
+            self.bad.add(BadShard(file, f"{self.key}={wrong}"))
+        return Shard(file, header, not wrong, index_of(file))
+
+
+def wrong_size(file: Path, header: dict[str, Any]) -> str | None:
+    """Return in what a file of token ids differs from its header; None if it has the right size."""
+    tokens, dtype, described = header["tokens"], np.dtype(header["dtype"]), index_of(file) or Path(f"{file}.json")
+    size = file.stat().st_size if file.exists() else None
+    if size == tokens * dtype.itemsize:
+        return None
+    found = "no such file" if size is None else f"{size} bytes"
+    return f"{file}: {found}, but {described.name} lists {tokens} tokens in {dtype}"
 
 
 def header_at(file: Path) -> dict[str, Any]:
     """Read the header of a file of token ids. Raises BadShard if it is missing or damaged, or if the ids are no integers."""
+    if index := index_of(file):
+        try:
+            return indexed_header(index)
+        except (OSError, ValueError) as error:
+            raise BadShard(file, f"{file}: its index {index.name} cannot be used: {error}") from error
     path = Path(f"{file}.json")
     try:
         header = json.loads(path.read_text())

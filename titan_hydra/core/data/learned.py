@@ -19,7 +19,7 @@ from titan_hydra.core.job.config.registry import DATA_SOURCES
 from titan_hydra.core.job.config.source import FileSource
 
 from .facts import is_digest
-from .items import header_at
+from .items import header_at, wrong_size
 from .tokenizer import Tokenizer, load
 
 MOST = 256  # maximum number of headers that are read before the start
@@ -101,7 +101,9 @@ def faults_of_ids(key: str, source: FileSource, job: schema.Job) -> Iterator[Fau
             return  # another rule says so
         for file in files:
             try:
-                found.setdefault(part, header_at(file)["tokenizer_sha256"])
+                header = header_at(file)
+                found.setdefault(part, header["tokenizer_sha256"])
+                bad += filter(None, [wrong_size(file, header)])
             except ConfigError as error:
                 bad.append(str(error))
         if len(bad) > job.data.max_bad_shards:

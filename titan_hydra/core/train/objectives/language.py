@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,12 +13,13 @@ from titan_hydra.core.data.loader import Sample
 
 from . import Objective, Tensors
 
+NOTHING: Mapping[int, np.ndarray] = {}
 IGNORED = -100  # the label of a token that does not count
 
 
 class Language(Objective):
-    """Samples are {tokens [seq_len + 1]}. A batch has tokens and labels and, if they are used, positions, documents and
-    the documents' ends.
+    """Samples are {tokens [seq_len + 1]}, some with the number of each token's document. A batch has tokens and labels and,
+    if they are used, positions, documents and the documents' ends.
     """
 
     # Context parallelism does not cut `documents`: only Ulysses supports them, and with Ulysses each rank's attention
@@ -36,7 +37,8 @@ class Language(Objective):
 
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
         tokens = np.stack([sample["tokens"] for sample in samples]).astype(np.int64)
-        return self.assembled(cut(tokens, separators if self.job.data.document_mask else None))
+        numbered = {row: sample["documents"] for row, sample in enumerate(samples) if "documents" in sample}
+        return self.assembled(cut(tokens, separators if self.job.data.document_mask else None, numbered))
 
     def assembled(self, arrays: dict[str, np.ndarray]) -> Batch:
         """Return arrays as a batch, with positions added if context parallelism needs them."""
@@ -66,9 +68,11 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), ignore_index=IGNORED, reduction="sum")
 
 
-def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) -> dict[str, np.ndarray]:
+def cut(
+    tokens: np.ndarray, separators: tuple[int | None, int | None] | None, numbered: Mapping[int, np.ndarray] = NOTHING
+) -> dict[str, np.ndarray]:
     """Split samples [n, S + 1] into tokens and labels. With separators, also return for each token the number of its
-    document, and its position in the document.
+    document, and its position in the document. `numbered` has the documents of samples of which they are known.
 
     The first token of a document is not a label, as the text before it belongs to another document.
     """
@@ -76,10 +80,12 @@ def cut(tokens: np.ndarray, separators: tuple[int | None, int | None] | None) ->
     if separators is None:
         return {"tokens": inputs.copy(), "labels": labels}
     begins = _begins(tokens, *separators)
+    for row, documents in numbered.items():
+        begins[row] = np.diff(documents, prepend=documents[:1]) != 0
     labels[begins[:, 1:]] = IGNORED
-    documents = begins[:, :-1].cumsum(axis=1)
-    documents -= documents[:, :1]  # a sample's first document is number 0, even if it begins in an earlier sample
-    return {"tokens": inputs.copy(), "labels": labels} | packed(documents)
+    numbers = begins[:, :-1].cumsum(axis=1)
+    numbers -= numbers[:, :1]  # a sample's first document is number 0, even if it begins in an earlier sample
+    return {"tokens": inputs.copy(), "labels": labels} | packed(numbers)
 
 
 def packed(documents: np.ndarray) -> dict[str, np.ndarray]:
