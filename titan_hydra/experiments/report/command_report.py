@@ -106,22 +106,24 @@ def add_plots(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log", action="store_true", help="plot losses on a logarithmic scale")
 
 
+def refuse_mixed(args: argparse.Namespace) -> None:
+    """Raise ConfigError if two options print two documents."""
+    if args.gate:
+        others = {name: name for name in (*forms(), "over", "baseline", "html", "plots", "serve", "output")}
+        for option, name in (others | {"with": "foreign"}).items():
+            if getattr(args, name):
+                raise ConfigError(f"--gate: prints a verdict on each run, and takes no --{option}")
+    if args.json and (given := [name for name in (*forms(), "serve") if getattr(args, name)]):
+        raise ConfigError(f"--json: prints one document, and --{given[0]} another; give one of them")
+
+
 def main(args: argparse.Namespace) -> int:
     """Print, write or serve the report. Raises ConfigError if no cell has numbers, or if cells cannot be compared."""
+    refuse_mixed(args)
     if args.gate:
         from titan_hydra.experiments.report.gate import gate_main
 
-        if given := [
-            name
-            for name in (*forms(), "over", "baseline", "html", "plots", "serve", "output", "foreign")
-            if getattr(args, name)
-        ]:
-            raise ConfigError(
-                f"--gate: prints a verdict on each run, and takes no --{'with' if given[0] == 'foreign' else given[0]}"
-            )
         return gate_main(args, allowed_keys(args))
-    if args.json and (given := [name for name in (*forms(), "serve") if getattr(args, name)]):
-        raise ConfigError(f"--json: prints one document, and --{given[0]} another; give one of them")
     if args.serve:
         from titan_hydra.experiments.report.serve import serve
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import gzip
 import json
 import re
+import zlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -19,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.data.opening import UNREADABLE, opened
 
 from .columns import Column
 
 Values = dict[str, float | None]
+UNREADABLE = (OSError, EOFError, zlib.error)  # EOFError: a compressed file that is cut off
 LONGEST = 1 << 20  # bytes of a line; what is behind them is read as another line
 STEPS = 2**53  # larger numbers are no steps, and a float would round them
 CLOCKED = ("tokens_per_second", "step_seconds")  # of the first row of an attempt, they include its start
@@ -128,7 +130,7 @@ def read_foreign(file: Path, columns: dict[str, str]) -> dict[str, ForeignLog]:
 def _lines(file: Path, damage: list[str]) -> Iterator[str]:
     """Yield the lines of a text file. A last line without an end may be half of a line, and is left out."""
     try:
-        with opened(file) as stream:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
             while line := stream.readline(LONGEST):
                 text = line.decode("utf-8", "replace").replace("\0", "").lstrip("\ufeff\ufffd")
                 if not line.endswith(b"\n") and len(line) < LONGEST:
