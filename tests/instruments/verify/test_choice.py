@@ -37,6 +37,7 @@ def test_each_case_can_be_named_alone():
         (["train.imports=[no_such_module]", "model.family=squared"], "there is no module no_such_module"),
         (["--write", "nowhere/page.md"], "--write nowhere/page.md: there is no folder"),
         (["--only", "fsdpp 4"], "fsdp 4"),
+        (["fsdp 4"], "--only 'fsdp 4'"),
     ],
 )
 def test_what_is_wrong_is_one_line_before_the_matrix_is_composed(words, line, capsys):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from titan_hydra.experiments.runs import proofs
 from titan_hydra.experiments.runs.proofs import Proof
 from titan_hydra.experiments.runs.view import choose
 
+from .matrix import whole_matrix
 from .reduce import JobPair, job_pairs, reduced, reduced_keys
 
 if TYPE_CHECKING:
@@ -101,6 +103,9 @@ def show_proof(file: Path, json: bool) -> int:
 
 def _of_runs(args: argparse.Namespace) -> list[tuple[Job, list[str], str]]:
     """Return the jobs of runs, each with its overrides and its name."""
+    if cases := {case.name for case in whole_matrix()}.intersection(args.overrides):
+        name = cases.pop()
+        raise ConfigError(f"{name}: is a case of the matrix, not a run; titan verify --only {shlex.quote(name)}")
     found = []
     for cell in [cell for target in args.overrides for cell in choose(target, args.runs).cells]:
         import_modules(cell.directory)
