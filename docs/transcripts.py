@@ -27,7 +27,7 @@ COLOURS = {  # of GitHub's pages: background, border, text, command, what fits, 
     "dark": ("#151b23", "#3d444d", "#e6edf3", "#79c0ff", "#7ee787", "#d29922"),
 }
 RATES = {"tokens/s per device", "tokens/s/device", "IQR", "difference", "seconds"}  # columns of tables
-RATE = re.compile(r"[\d,.]+(?= tokens/s| tflops)|\d+:\d\d:\d\d(?= left)|(?<=seconds )[\d.]+|(?<=seconds_held )[\d.]+")
+RATE = re.compile(r"[\d,.]+(?= tokens/s| tflops)|\d+:\d\d:\d\d(?= left)|(?<= )[\d.]+(?= s\b)")
 BLOCK = re.compile(r"```sh\n(?P<lines>.*?)```\n(?:\s*(?:```text\n(?P<text>.*?)```|(?P<table>(?:\|.*\n)+)))?", re.S)
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.core.checkpoint.steps import cut_back
 from tests.kits import wandb_file
 from titan_hydra.core.models import decoder_flops, decoder_parameters
-from titan_hydra.core.train.observe.metrics import Clock, truncate
+from titan_hydra.core.train.observe.metrics import Clock, console_line, event_line, truncate
 from titan_hydra.core.train.observe.stragglers import OnHost
 from titan_hydra.experiments.compose.compose import compose_job
 
@@ -25,6 +25,7 @@ ROW = {
     "step_seconds",
     "data_seconds",
     "tokens_seen",
+    "time",
 }
 RESULT = {
     "status",
@@ -54,6 +55,22 @@ RESULT = {
 
 def events(directory):
     return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+def test_lines_of_events_have_the_style_of_steps():
+    saved = {"event": "checkpoint", "step": 8, "seconds": 0.934, "seconds_held": 0.934}
+    assert event_line(saved, 72) == "step  8/72  checkpoint saved  0.93 s"
+    assert event_line(saved | {"seconds_held": 0.1}, 72).endswith("0.93 s, training waited 0.10 s")
+    checked = {"event": "validation", "step": 8, "validation_loss": 7.87891, "seconds": 2.07}
+    assert event_line(checked, 72) == "step  8/72  validation loss 7.8789  2.07 s"
+    assert event_line(checked | {"validation_loss": None}, 72).endswith("validation loss -  2.07 s")
+    assert event_line({"event": "bad_row", "step": 8, "row": "a:3"}, 8) == "step 8/8  bad_row  row a:3"
+
+
+def test_a_step_on_a_cpu_shows_no_tflops():
+    row = dict.fromkeys(ROW, 1.0) | {"step": 1, "mfu": None, "memory_gib": None, "memory_reserved_gib": None}
+    assert "tflops" not in console_line(row, 8)
+    assert "1.00 tflops" in console_line(row | {"memory_reserved_gib": 2.0}, 8)
 
 
 def test_rows_and_result_have_their_fields_and_agree(tiny, run_job, tmp_path):

@@ -189,7 +189,8 @@ JOB_FILE = Entry("job.yaml", LAUNCHER, "the job that was submitted, if it is no 
 METRICS = Entry("metrics.jsonl", FIRST, "a row for each logged step: [fields](metrics.md)", Fields(
     {"step": int, "loss": NUMBER}, dict.fromkeys(("loss_mean", "grad_norm", "lr", "tokens_per_second", "tflops", "mfu", "memory_gib",
                                                   "memory_reserved_gib", "step_seconds", "data_seconds", "tokens_seen",
-                                                  "slowest_over_median", "others_over_median"), NUMBER) | {"slowest_rank": int | None}))
+                                                  "slowest_over_median", "others_over_median", "time"),
+                                                 NUMBER) | {"slowest_rank": int | None}))
 EVENTS = Entry("events.jsonl", FIRST, "validations, checkpoints, changes of replica groups, bad files", Fields(
     {"event": str, "step": int}, {"validation_loss": NUMBER, "seconds": NUMBER, "task": str, "acc": NUMBER, "acc_norm": NUMBER,
                                   "perplexity": NUMBER, "parallelism": str, **dict.fromkeys(("gpus", "local_batch", *DEGREES), int)}))

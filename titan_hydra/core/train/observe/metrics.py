@@ -118,9 +118,9 @@ class Rows:
         self.file, self.waiting = path.open("ab", buffering=0), b""
 
     def add(self, row: dict[str, Any]) -> None:
-        """Write the rows that are kept in memory, then this row."""
+        """Write the rows that are kept in memory, then this row with the time of day."""
         failed = bool(self.waiting)
-        self.waiting += layout.with_sum(row)
+        self.waiting += layout.with_sum(row | {"time": round(time.time(), 3)})
         try:
             while self.waiting:
                 self.waiting = self.waiting[self.file.write(self.waiting) :]
@@ -247,10 +247,7 @@ class Metrics:
             self.tasks[values["task"]] = {key: value for key, value in values.items() if key not in ("task", "seconds")}
         if self.events:
             self.events.add(row := {"event": name, "step": step} | values)
-            shown = "  ".join(
-                f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
-            )
-            print(f"{name:>10}  step {step}  {shown}", flush=True)
+            print(event_line(row, self.job.steps), flush=True)
             self._track(trackable(row))
 
     def result(self, step: int) -> dict[str, Any]:
@@ -344,13 +341,14 @@ def device_name(device: torch.device) -> str:
 
 def console_line(row: dict[str, Any], steps: int) -> str:
     parts = [
-        f"step {row['step']:>{len(str(steps))}}/{steps}",
+        _step(row, steps),
         f"loss {_shown(row['loss'])} (mean {_shown(row['loss_mean'])})",
         f"norm {row['grad_norm']:.3f}",
         f"lr {row['lr']:.2e}",
         f"{row['tokens_per_second']:,.0f} tokens/s",
     ]
-    if row["tflops"] is not None:  # `tflops` is None if the family has no formula for FLOPs
+    # `tflops` is None if the family has no formula for FLOPs; nobody asks for those of a CPU, which has no device memory
+    if row["tflops"] is not None and row["memory_reserved_gib"] is not None:
         parts.append(f"{row['tflops']:.2f} tflops")
     if row["mfu"] is not None:
         parts.append(f"mfu {row['mfu']:.1%}")
@@ -361,6 +359,29 @@ def console_line(row: dict[str, Any], steps: int) -> str:
     if row["step"] < steps:
         parts.append(f"{timedelta(seconds=round((steps - row['step']) * row['step_seconds']))} left")
     return "  ".join(parts)
+
+
+def event_line(row: dict[str, Any], steps: int) -> str:
+    """Return the line of an event, in the style of a step's line."""
+    values = {key: value for key, value in row.items() if key not in ("event", "step")}
+    if row["event"] == "validation":
+        parts = [f"validation loss {_shown(values['validation_loss'])}", f"{values['seconds']:.2f} s"]
+    elif row["event"] == "checkpoint":
+        held, seconds = values["seconds_held"], values["seconds"]
+        parts = [
+            "checkpoint saved",
+            f"{seconds:.2f} s" + ("" if held == seconds else f", training waited {held:.2f} s"),
+        ]
+    else:
+        parts = [
+            row["event"],
+            *(f"{key} {v:.4f}" if isinstance(v, float) else f"{key} {v}" for key, v in values.items()),
+        ]
+    return "  ".join([_step(row, steps), *parts])
+
+
+def _step(row: dict[str, Any], steps: int) -> str:
+    return f"step {row['step']:>{len(str(steps))}}/{steps}"
 
 
 def _shown(loss: float | None) -> str:
