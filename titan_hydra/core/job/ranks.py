@@ -56,7 +56,12 @@ def runs_here(job: Job) -> bool:
 
 def devices_here() -> int:
     """Count the CUDA devices of this machine that are visible to this user, without importing torch."""
+    return len(visible_devices())
+
+
+def visible_devices() -> list[str]:
+    """Return the names of the CUDA devices of this machine that are visible to this user, as in CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    return len(glob.glob("/dev/nvidia[0-9]*"))
+        return [name for device in visible.split(",") if (name := device.strip()) not in ("", "-1")]
+    return [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")))]

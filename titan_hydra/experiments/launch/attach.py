@@ -68,41 +68,59 @@ def attach(
     `parent` is the ranks' parent process if this launcher started it; `label` is printed before the progress, for
     example "cell 2 of 8".
     """
-    asked = killed = None
-    with contextlib.ExitStack() as stack:
-        show: _Lines = stack.enter_context(
-            _terminal(steps, label) if sys.stdout.isatty() else contextlib.nullcontext(_Lines())
-        )
-        echo = Echo(layout.LOG.of(attempt), show.line)
-        while _running(attempt, parent):
-            echo.more()
-            show.progress(directory, attempt)
-            now = time.monotonic()
-            # `titan cancel` cannot signal ranks that have not started, so it relies on its mark in the attempt
-            wanted = interrupts.received or layout.CANCELLED.of(attempt).exists()
-            if wanted and asked is None and (ranks := stop(attempt, parent)):
-                asked = now
-                show.line(f"asking {ranks} to save and stop at the end of this step; Ctrl-C again kills")
-            too_long = asked is not None and now - asked > STOP_LIMIT and not saving(directory)
-            if len(interrupts.received) > 1 or too_long:
-                if killed is None:
-                    killed = now
-                    show.line("killing all ranks" + (f": they did not stop within {STOP_LIMIT} s" if too_long else ""))
-                kill(
-                    attempt, parent
-                )  # again and again, as ranks of another launcher's attempt may not have started yet
+    with displays() as display:
+        watch = Watch(directory, attempt, parent, display(steps, label and f"{label}: "))
+        while watch.running:
+            watch.step(len(interrupts.received))
             time.sleep(POLL)
-        echo.more()
-    kill(attempt, parent)  # if the parent itself was killed, some of its processes may remain; this call ends them
+        watch.close()
 
 
-def _running(attempt: Path, parent: subprocess.Popen[Any] | None) -> bool:
-    """Whether the ranks' parent process is alive or, if `parent` is None, whether any rank is alive. A parent that is a
-    child of this process must be polled, or it remains a zombie.
-    """
-    if parent is not None:
-        return parent.poll() is None
-    return rundir.host_of_running(attempt) is not None
+class Watch:
+    """Follows one running attempt, and stops its ranks on request."""
+
+    def __init__(
+        self, directory: Path, attempt: Path, parent: subprocess.Popen[Any] | None, display: PlainDisplay
+    ) -> None:
+        self.directory, self.attempt, self.parent, self.display = directory, attempt, parent, display
+        self.echo = Echo(layout.LOG.of(attempt), display.log)
+        self.asked = self.killed = float("inf")  # times (by time.monotonic) at which the ranks were asked, and killed
+
+    @property
+    def running(self) -> bool:
+        """Whether the ranks' parent process is alive or, if there is none, whether any rank is alive. A parent that is a
+        child of this process must be polled, or it remains a zombie.
+        """
+        if self.parent is not None:
+            return self.parent.poll() is None
+        return rundir.host_of_running(self.attempt) is not None
+
+    def step(self, requests: int) -> None:
+        """Show what is new. At the first request ask the ranks to save and stop; kill them at the second, or if they take
+        too long.
+        """
+        self.echo.more()
+        self.display.progress(self.directory, self.attempt)
+        now = time.monotonic()
+        # `titan cancel` cannot signal ranks that have not started, so it relies on its mark in the attempt
+        wanted = requests or layout.CANCELLED.of(self.attempt).exists()
+        if wanted and self.asked > now and (ranks := stop(self.attempt, self.parent)):
+            self.asked = now
+            self.display.line(f"asking {ranks} to save and stop at the end of this step; Ctrl-C again kills")
+        too_long = now - self.asked > STOP_LIMIT and not saving(self.directory)
+        if requests > 1 or too_long:
+            if self.killed > now:
+                self.killed = now
+                reason = f": they did not stop within {STOP_LIMIT} s" if too_long else ""
+                self.display.line(f"killing all ranks{reason}")
+            # again and again, as ranks of another launcher's attempt may not have started yet
+            kill(self.attempt, self.parent)
+
+    def close(self) -> None:
+        """Show the rest of the log. If the parent itself was killed, some of its processes may remain; end them."""
+        self.echo.more()
+        self.display.close()
+        kill(self.attempt, self.parent)
 
 
 def stop(attempt: Path, parent: subprocess.Popen[Any] | None = None) -> str:
@@ -172,39 +190,63 @@ class Echo:
                 self.line(printable(line.decode(errors="replace")))
 
 
-class _Lines:
-    """Prints plain lines and no progress; this is used without a terminal (a pipe, a CI log)."""
+class PlainDisplay:
+    """Prints plain lines and no progress; this is used without a terminal (a pipe, a CI log). If several runs are shown,
+    each line begins with the run's label.
+    """
+
+    def __init__(self, label: str = "") -> None:
+        self.label = label
 
     def line(self, text: str) -> None:
-        print(text, flush=True)
+        """Print a line about the run."""
+        print(f"{self.label}{text}", flush=True)
+
+    def log(self, text: str) -> None:
+        """Print a line of rank 0's log."""
+        self.line(text)
 
     def progress(self, directory: Path, attempt: Path) -> None:
-        pass
+        """Show how far the run is."""
+
+    def close(self) -> None:
+        """Remove what shows the run's progress."""
 
 
 @contextlib.contextmanager
-def _terminal(steps: int, label: str) -> Iterator[_Terminal]:
-    """Show a progress line below the log while the block runs."""
+def displays(several: bool = False) -> Iterator[Callable[[int, str], PlainDisplay]]:
+    """Yield a function that returns the display of a run, given its steps and its label. On a terminal, each run has a
+    progress line below everything else; with `several` runs their logs are not printed there.
+    """
+    if not sys.stdout.isatty():
+        yield lambda steps, label: PlainDisplay(label if several else "")
+        return
     from rich import progress
 
     columns = (
-        progress.TextColumn("{task.fields[label]}{task.description}"),
+        progress.TextColumn("{task.fields[label]}{task.description}", markup=False),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
         progress.TextColumn("{task.fields[numbers]}"),
     )
     with progress.Progress(*columns, transient=True) as bar:
-        yield _Terminal(bar, bar.add_task("starting", total=steps, numbers="", label=label and f"{label}: "))
+        yield lambda steps, label: _Terminal(bar, steps, label, several)
 
 
-class _Terminal(_Lines):
-    """Prints lines above a progress bar."""
+class _Terminal(PlainDisplay):
+    """Prints lines above the progress lines, one of which is this run's."""
 
-    def __init__(self, bar: Any, task: int) -> None:
-        self.bar, self.task, self.next = bar, task, 0.0
+    def __init__(self, bar: Any, steps: int, label: str, several: bool) -> None:
+        super().__init__(label if several else "")
+        self.bar, self.several, self.next = bar, several, 0.0
+        self.task = bar.add_task("starting", total=steps, numbers="", label=label)
 
     def line(self, text: str) -> None:
-        self.bar.console.out(text, highlight=False)
+        self.bar.console.out(f"{self.label}{text}", highlight=False)
+
+    def log(self, text: str) -> None:
+        if not self.several:
+            self.line(text)
 
     def progress(self, directory: Path, attempt: Path) -> None:
         """Update the step, loss, rate and remaining time from the trainer's files, at most twice a second."""
@@ -214,9 +256,12 @@ class _Terminal(_Lines):
         status, row = layout.STATUS.read(attempt), layout.METRICS.last(directory)
         if not status or not row:
             return
-        total = self.bar.tasks[0].total
+        (total,) = (task.total for task in self.bar.tasks if task.id == self.task)
         minutes, seconds = divmod(int((total - status["step"]) * row["step_seconds"]), 60)
         loss = row.get("loss_mean", row["loss"])
         shown = "-" if loss is None else f"{loss:.4f}"
         numbers = f"loss {shown}  {row['tokens_per_second']:,.0f} tokens/s  {minutes}:{seconds:02d} left"
         self.bar.update(self.task, completed=status["step"], description="training", numbers=numbers)
+
+    def close(self) -> None:
+        self.bar.remove_task(self.task)

@@ -154,7 +154,8 @@ def without_twins(cells: list[Cell]) -> Iterable[Cell]:
 
 def faults_of_the_line(cells: list[Cell]) -> Iterable[Fault]:
     """Yield a fault for each key whose value must be the same in all cells of a command line, but differs."""
-    for key in ("cluster.executor", "launch.mode", "launch.packed", "launch.wait", "launch.max_gpu_hours"):
+    keys = ("mode", "packed", "wait", "stop_at_failure", "max_gpu_hours")
+    for key in ("cluster.executor", "cluster.max_parallel", *(f"launch.{key}" for key in keys)):
         if len(values := list(dict.fromkeys(attrgetter(key)(cell.job) for cell in cells))) > 1:
             yield Fault(key, values, "all cells of a command line must have the same value", legal=tuple(values))
     if cells[0].job.launch.packed and len({repr(cell.job.cluster) for cell in cells}) > 1:

@@ -30,8 +30,14 @@ class Executor(ABC):
     record (`ExecutorKind`) holds the facts that the rules need.
     """
 
+    at_once = 1  # number of cells that share this machine; it is set before the first of them starts
     cancels_unseen = False  # whether `cancel` can cancel a run although `ask` got no answer
     code: Path | None = None  # the copy of the code that the cells of this command line run; None: not taken yet
+
+    @property
+    def one_cell(self) -> bool:
+        """Whether only one cell at a time may run on the devices of this machine."""
+        return False
 
     def code_of(self, cells: list[Cell]) -> Path:
         """Return the copy of the code that these cells run. It is taken once, when the first cell of the command line

@@ -21,7 +21,7 @@ from titan_hydra.core.base.redact import redact
 from titan_hydra.core.job.config.fault import counted, fault_at
 from titan_hydra.core.job.config.registry import EXECUTORS, executor_named
 from titan_hydra.core.job.config.user_code import digest_of_code, sources
-from titan_hydra.core.job.ranks import devices_here
+from titan_hydra.core.job.ranks import devices_here, processes
 from titan_hydra.core.job.run import inputs, layout
 from titan_hydra.core.job.run.code import code_here, code_in, edited, fingerprints
 from titan_hydra.core.job.run.failure import Failure
@@ -59,9 +59,13 @@ def run_search(question: Question) -> int:
     if plan.search.parallel > 1 and EXECUTORS[job.cluster.executor].single:
         reason = f"cluster={job.cluster.name} runs one trial, in this process"
         raise ConfigError(str(fault_at(plan, "search.parallel", reason, 1)))
-    if plan.search.parallel > 1 and EXECUTORS[job.cluster.executor].here and devices_here():
-        reason = "on this machine all trials would use the same GPUs; jobs of a cluster have their own"
-        raise ConfigError(str(fault_at(plan, "search.parallel", reason, 1)))
+    if job.launch.stop_at_failure:
+        raise ConfigError("launch.stop_at_failure=true: a search learns from trials that fail")
+    if plan.search.parallel > 1 and EXECUTORS[job.cluster.executor].here and (devices := devices_here()):
+        fits = 1 if executor_named(job.cluster.executor).one_cell else max(devices // processes(job), 1)
+        if plan.search.parallel > fits:
+            reason = f"each trial takes {processes(job)} of {counted(devices, 'device')}"
+            raise ConfigError(str(fault_at(plan, "search.parallel", reason, fits)))
     if faults := list(faults_of_the_place([plan.base], states)):
         raise ConfigError("\n".join(map(str, faults)))
     if job.launch.mode == "dry":
@@ -113,6 +117,7 @@ class Driver:
         )
         self.executor = executor_named(plan.base.job.cluster.executor)
         self.kind = EXECUTORS[plan.base.job.cluster.executor]
+        self.executor.at_once = min(self.search.parallel, plan.base.job.cluster.max_parallel or self.search.parallel)
         self.interrupts = Interrupts()
         self.active: dict[Path, Active] = {}
         self.hours: dict[Path, float] = {}  # GPU-hours of runs that have ended
@@ -127,7 +132,7 @@ class Driver:
         with contextlib.nullcontext() if self.kind.single else self.interrupts.counted():
             while True:
                 self.look()
-                while not self.interrupts.received and len(self.active) < self.search.parallel and self.start_next():
+                while not self.interrupts.received and len(self.active) < self.executor.at_once and self.start_next():
                     self.look()
                 if self.interrupts.received:
                     return self.stop()

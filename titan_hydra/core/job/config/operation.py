@@ -216,7 +216,8 @@ class Cluster:
     device_memory_gib: float | None = key(None, "memory of a device; null: unknown", POSITIVE, identity=False)
     max_parallel: int = key(
         0,
-        "number of cells of a command line that run at once; 0: no limit with slurm, one cell with local",
+        "number of cells of a command line that run at once; 0: no limit with slurm; with local as many cells as the "
+        "visible devices suffice for, and one cell without devices",
         NATURAL,
         identity=False,
     )
@@ -327,6 +328,11 @@ class Launch:
     force: bool = key(False, "run a finished cell again, from the start", identity=False)
     retry: str = key(
         "none", "which failed cells to run again", identity=False, choices=("none", "failed", "oom", "node", "all")
+    )
+    stop_at_failure: bool = key(
+        False,
+        "local, inline: after a failed cell, start no further cell, and let those that run beside it save and stop",
+        identity=False,
     )
     wait: bool = key(False, "slurm, kubernetes: stay attached until the jobs end", identity=False)
     packed: bool = key(False, "slurm: run all cells one after another in one allocation", identity=False)

@@ -400,7 +400,13 @@ def masters_can_be_split(job: Job) -> Iterator[Fault]:
 # --- the machine and its files ----------------------------------------------------------------------------------------
 
 
-PLACE += [cluster.ranks_fit_the_cluster, memory.ranks_fit_the_memory, *data.PLACE, checkpoint.initial_weights_are_there]
+PLACE += [
+    cluster.ranks_fit_the_cluster,
+    memory.ranks_fit_the_memory,
+    memory.cells_side_by_side_fit,
+    *data.PLACE,
+    checkpoint.initial_weights_are_there,
+]
 
 
 # --- what is legal, but probably a mistake ----------------------------------------------------------------------------

@@ -95,12 +95,20 @@ def elastic_jobs_can_change_their_nodes(job: Job) -> Iterator[Fault]:
         yield fault_at(job, "elastic", "comm=fake runs one process, whatever the layout", [])
 
 
+def failures_end_only_lines_here(job: Job) -> Iterator[Fault]:
+    """launch.py sees a failed cell end only where it waits for the cells: on this machine."""
+    if job.launch.stop_at_failure and not runs_here(job):
+        reason = f"cluster.executor={job.cluster.executor} starts cells that do not depend on each other"
+        yield fault_at(job, "launch.stop_at_failure", reason, False)
+
+
 RULES = [
     nodes_can_be_counted,
     ranks_find_their_code,
     environment_leads_to_the_code,
     executor_takes_its_keys,
     elastic_jobs_can_change_their_nodes,
+    failures_end_only_lines_here,
 ]
 
 

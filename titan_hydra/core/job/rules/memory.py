@@ -95,6 +95,23 @@ def ranks_fit_the_memory(job: Job) -> Iterator[Fault]:
             yield from _too_much(job, needs | {"gpus": PROCESS}, ranks, of_this_machine(), "this machine")
 
 
+def cells_side_by_side_fit(job: Job) -> Iterator[Fault]:
+    """Without devices, as many cells of this size as may run at once fit into the memory and on the cores together."""
+    at_once, ranks = job.cluster.max_parallel, processes(job)
+    if at_once < 2 or not runs_here(job) or devices_here():
+        return
+    size, most = ranks * (sum(of_a_rank(job).values()) + PROCESS), max(PROCESSES_PER_CORE * cores(), 16)
+    legal = (max(min(int(of_this_machine() / size), most // ranks), 1),)
+    if at_once * size > of_this_machine():
+        reason = (
+            f"so many cells take at least {_gib(at_once * size)} GiB, and this machine has {_gib(of_this_machine())}"
+        )
+        yield Fault("cluster.max_parallel", at_once, reason, legal)
+    elif at_once * ranks > most:
+        reason = f"so many cells are {at_once * ranks:,} processes, but this machine has {counted(cores(), 'core')}"
+        yield Fault("cluster.max_parallel", at_once, reason, legal)
+
+
 def _too_much(job: Job, needs: dict[str, float], ranks: int, room: float, where: str) -> Iterator[Fault]:
     """Yield a fault if `ranks` processes need more than `room` bytes. It names the key that takes most of the
     memory.

@@ -221,8 +221,8 @@ OF_RUN = (CONFIG, FIRST_CONFIG, LAYOUT, OVERRIDES, RUN_ID, ENV, BASE, FACTS, SBA
 
 CLAIM = Entry("attempt.json", LAUNCHER, "who claimed it, when, its executor, where it runs, its job; `attempt_copy.json` is the same, "
               "should one be damaged", (SUBMITTER, OWNER), "attempt_copy.json")
-RANKS = Entry("ranks.json", LOCAL, "processes, exit statuses, when each ended", Fields(
-    {}, PROCESS | {"ended": Moment, "ranks": Each(Fields({}, ENDED))}))
+RANKS = Entry("ranks.json", LOCAL, "processes, exit statuses, when each ended; other runs that used the machine meanwhile", Fields(
+    {}, PROCESS | {"ended": Moment, "ranks": Each(Fields({}, ENDED)), "beside": list[str]}))
 RANK = Entry("rank_<r>.json", "rank r", "process, exit status, error, load of the machine", Fields({}, PROCESS | ENDED | {
     "started": Moment, "error": (ERROR, None), "load": Fields({}, dict.fromkeys(("cores", "start", "end"), float))}))
 LOG = Entry("rank_<r>.log", "rank r", "its output")

@@ -7,13 +7,19 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
+from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError, Exit
+from titan_hydra.core.base.threads import cores
 from titan_hydra.core.job.config import Fault, Job
+from titan_hydra.core.job.config.fault import counted
+from titan_hydra.core.job.ranks import devices_here, processes, visible_devices
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.code import code_here, edited, fingerprints
 from titan_hydra.core.job.run.records import alive
@@ -25,9 +31,25 @@ from titan_hydra.experiments.runs.queue import Owner, Queue
 from titan_hydra.experiments.runs.rundir import State
 from titan_hydra.experiments.runs.view import RunRow, owner_of
 
+from .leases import Lease, take_devices, who_holds
+
+WAIT = 0.5  # seconds between two tries to lease devices that other runs hold
+
 
 class Processes(Executor):
     """Runs each rank in a process of its own. A user's executor for this machine overrides `start`."""
+
+    told = ""  # the last line about runs that hold the devices of a waiting cell
+
+    @property
+    def one_cell(self) -> bool:
+        """Whether one cell runs at a time, on the first of the visible devices: so it is with a user's own `start`."""
+        return type(self).start is not Processes.start
+
+    @cached_property
+    def leases(self) -> dict[Path, Lease]:
+        """The devices that runs of this command line hold, by run directory."""
+        return {}
 
     def start(self, directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
         """Start all ranks of a claimed attempt. Return their parent process, which has its own session, forwards SIGTERM
@@ -35,7 +57,17 @@ class Processes(Executor):
         """
         from . import ranks
 
-        return ranks.start(directory, attempt, job)
+        lease = self.leases.get(directory) or Lease()
+        parent = ranks.start(directory, attempt, job, lease, self.threads(job))
+        lease.close()  # the ranks hold it now
+        return parent
+
+    def threads(self, job: Job) -> int | None:
+        """Return the threads of each rank of a job that shares this machine with other cells; None if it runs alone."""
+        if self.at_once == 1:
+            return None
+        ranks = self.at_once * processes(job)
+        return max(cores() // min(ranks, devices_here() or ranks), 1)
 
     def run(self, cell: Cell, attempt: Path, interrupts: Interrupts) -> None:
         """Run a claimed attempt to its end."""
@@ -46,22 +78,88 @@ class Processes(Executor):
             attach(cell.directory, attempt, cell.job.steps, interrupts, parent, cell.label)
 
     def check(self, cells: list[Cell], states: list[State]) -> Iterable[Fault]:
-        """Yield a fault for each key that applies only to batch jobs."""
+        """Yield a fault for each key that does not apply to this executor."""
         if cells[0].job.launch.packed:
-            yield Fault(
-                "launch.packed",
-                True,
-                "applies to batch jobs: on this machine cells run one after another anyway",
-                legal=(False,),
-            )
-        if (parallel := max(cell.job.cluster.max_parallel for cell in cells)) > 1:
-            yield Fault("cluster.max_parallel", parallel, "cells run one after another on this machine", legal=(0, 1))
+            reason = "applies to batch jobs; on this machine cluster.max_parallel=1 runs the cells one after another"
+            yield Fault("launch.packed", True, reason, legal=(False,))
+        if (parallel := cells[0].job.cluster.max_parallel) > 1 and self.one_cell:
+            reason = f"cluster.executor={cells[0].job.cluster.executor} runs one cell at a time"
+            yield Fault("cluster.max_parallel", parallel, reason, legal=(0, 1))
+
+    def most_at_once(self, cells: list[Cell]) -> int:
+        """Return how many of these cells may run at once: as many as the visible devices suffice for, but at most
+        cluster.max_parallel. Without devices, only that key lets cells run side by side.
+        """
+        limit, devices = cells[0].job.cluster.max_parallel, devices_here()
+        if self.one_cell:
+            return 1
+        fits = max(devices // min(processes(cell.job) for cell in cells), 1) if devices else limit or 1
+        return min(limit or fits, fits, len(cells))
+
+    def place(self, cells: list[Cell]) -> Iterable[str]:
+        """Yield how many of several cells would run at once, and on what."""
+        if (at_once := self.most_at_once(cells)) > 1:
+            devices = ", ".join(visible_devices())
+            yield f"{at_once} at a time on {f'devices {devices}' if devices else 'the CPUs of this machine'}"
 
     def submit(self, cells: list[Cell], folder: Path | None) -> int:
-        """Run one cell after another, and print how each ends."""
-        from . import one_by_one
+        """Run the cells, several at once if the devices suffice, and print how each ends."""
+        from .one_by_one import run_one_by_one
+        from .side_by_side import run_side_by_side
 
-        return one_by_one.run_all(cells, self.run, lambda: self.owner(cells))
+        self.at_once = self.most_at_once(cells)
+        limit = min(cells[0].job.cluster.max_parallel, len(cells))
+        if self.at_once < limit:
+            least = min(processes(cell.job) for cell in cells)
+            print(
+                f"cluster.max_parallel={limit}: a cell takes {least} of {counted(devices_here(), 'device')}, so "
+                f"{self.at_once} can run at once; `gpus` sets how many a cell takes",
+                file=sys.stderr,
+            )
+        return (run_side_by_side if self.at_once > 1 else run_one_by_one)(cells, self)
+
+    def try_to_hold(self, cell: Cell, told: bool = False) -> bool:
+        """Lease the devices of a cell if they are free. Return whether they are leased. With `told`, print once which
+        other runs hold them.
+        """
+        ranks, visible = processes(cell.job), visible_devices()
+        if cell.directory in self.leases or (not visible and self.at_once == 1):
+            return True
+        if lease := take_devices(ranks, cell.directory.name, visible[:ranks] if self.one_cell else visible):
+            self.leases[cell.directory] = lease
+            self.told = ""
+            return True
+        if told and (found := who_holds()) and found != self.told:
+            self.told = found
+            if self.one_cell:
+                print(f"warning: {found}; CUDA_VISIBLE_DEVICES chooses others", file=sys.stderr)
+            else:
+                name, of = cell.directory.name, "" if ranks == len(visible) else f" of {len(visible)}"
+                print(f"{name}: waits for {counted(ranks, 'device')}{of}; {found}", flush=True)
+        return False
+
+    def hold(self, cell: Cell, interrupts: Interrupts | None = None) -> bool:
+        """Lease the devices of a cell, and wait until they are free. Return False if signals have come meanwhile. An
+        executor of one cell does not wait, as its ranks use the same devices anyway.
+        """
+        for tries in count():
+            # at first, the holder may be an earlier run of this launcher that is just ending
+            if self.try_to_hold(cell, told=tries > 1) or (self.one_cell and tries > 1):
+                return True
+            if interrupts and interrupts.received:
+                return False
+            time.sleep(WAIT)
+        raise AssertionError
+
+    def release(self, cell: Cell) -> None:
+        """Release the devices of a cell, unless its ranks hold them."""
+        if lease := self.leases.pop(cell.directory, None):
+            lease.close()
+
+    def devices_of(self, cell: Cell) -> str:
+        """Return a phrase with the devices of a cell, such as " on devices 0, 1"; "" if it has none."""
+        names = self.leases[cell.directory].devices if cell.directory in self.leases else []
+        return f" on device{'s' if len(names) > 1 else ''} {', '.join(names)}" if names else ""
 
     def owner(self, cells: list[Cell]) -> dict[str, Any]:
         """Return the field of attempt.json that names the copy of the code that an attempt of these cells runs; nothing for
@@ -72,10 +170,15 @@ class Processes(Executor):
         return {"code": self.code_of(cells).name}
 
     def start_one(self, cell: Cell, interrupts: Interrupts) -> subprocess.Popen[Any] | None:
-        """Start the ranks of a cell, unless another launcher is faster."""
-        number = rundir.state(cell.directory).attempt + 1
-        attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, **self.owner([cell]))
-        return None if attempt is None else self.start(cell.directory, attempt, cell.job)
+        """Start the ranks of a cell when its devices are free, unless another launcher is faster."""
+        try:
+            if not self.hold(cell, interrupts):
+                return None
+            number = rundir.state(cell.directory).attempt + 1
+            attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, **self.owner([cell]))
+            return None if attempt is None else self.start(cell.directory, attempt, cell.job)
+        finally:
+            self.release(cell)
 
     def state(self, directory: Path, attempt: int, owner: Owner, queue: Queue) -> State:
         """Return the state of a run from its files and the processes of this machine."""
@@ -112,6 +215,7 @@ class Processes(Executor):
 class Inline(Processes):
     """Runs a single rank in this process, so that pdb and print work."""
 
+    one_cell = True
     began: dict[str, str] | None = None  # fingerprints of the code when the first cell of this command line started
 
     def owner(self, cells: list[Cell]) -> dict[str, Any]:
@@ -144,9 +248,11 @@ class Inline(Processes):
         attempt = rundir.claim(cell.directory, number, cell.job, cell.overrides, **self.owner([cell]))
         if attempt is not None:
             try:
+                self.hold(cell)
                 self.run(cell, attempt, interrupts)
             finally:
                 rundir.end_attempt(attempt)
+                self.release(cell)
 
 
 def started(attempt: Path, seconds: float = 15) -> bool:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from submitit.core.utils import JobPaths
 from submitit.local.local import Controller, LocalExecutor, LocalJob
 
 from titan_hydra.core.base.errors import Exit
@@ -32,25 +33,35 @@ from titan_hydra.core.job.run.records import process, this_process
 from titan_hydra.core.job.run.run import folders_of
 from titan_hydra.core.train import worker
 
+from .leases import Lease, runs_beside, sign
+
 GRACE = 1.5  # seconds that the other ranks may take to end by themselves after a rank has failed
 # the same limit after a rank has stopped on request; it is longer, as the other ranks may be writing their checkpoint
 GRACE_STOPPED = 60.0
 # How many seconds before the time limit the ranks are asked to save and stop; a tenth of the limit if that is less.
 LAST_MINUTE = 60
 VARIABLES = ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS", "SUBMITIT_LOCAL_LOCALID", "SUBMITIT_LOCAL_NTASKS")
+LEASES = "TITAN_HYDRA_LEASES"  # the variable that gives `Ranks` the descriptors of its lease's files
+LOOK = 2.0  # seconds between two looks at which other runs use this machine
 YEAR = 365 * 24 * 60  # the time limit in minutes that submitit is given for a job that has none
 
 
-def start(directory: Path, attempt: Path, job: Job) -> subprocess.Popen[Any]:
+def start(
+    directory: Path, attempt: Path, job: Job, lease: Lease | None = None, threads: int | None = None
+) -> subprocess.Popen[Any]:
     """Start all ranks of an attempt, which import the copy of the code that the attempt names. Return their parent
-    process, which ends when all ranks have ended.
+    process, which ends when all ranks have ended. The ranks see the leased devices only, and each computes with
+    `threads` threads, unless the user has set OMP_NUM_THREADS.
     """
     if name := layout.CLAIM.read(attempt).get("code"):
         code = layout.CODE.of(layout.runs_of(job)) / name
         paths = [code, code / USER] if job.train.imports else [code]
     else:  # the attempt was claimed by an executor of the user's own, without a copy
         paths = [ROOT, *folders(job.train.imports)]
-    executor = RanksExecutor(layout.SUBMITIT.of(attempt), list(map(str, paths)))
+    share = {"OMP_NUM_THREADS": str(threads)} if threads and "OMP_NUM_THREADS" not in os.environ else {}
+    if lease and lease.devices:
+        share["CUDA_VISIBLE_DEVICES"] = ",".join(lease.devices)
+    executor = RanksExecutor(layout.SUBMITIT.of(attempt), list(map(str, paths)), share, lease.files if lease else [])
     executor.update_parameters(tasks_per_node=processes(job), timeout_min=job.cluster.time_minutes or YEAR)
     job_of_ranks: Any = executor.submit(run_here, str(directory), int(attempt.name))
     return process_of(job_of_ranks)
@@ -63,17 +74,20 @@ def run_here(directory: str, attempt: int) -> None:
 
 class RanksExecutor(LocalExecutor):
     """submitit's local executor, except that `Ranks`, in its own session, is the parent process of the ranks. The ranks
-    look for modules first in the folders `paths`.
+    look for modules first in the folders `paths`; `share` has further environment variables, and the ranks hold the
+    files of a lease.
     """
 
-    def __init__(self, folder: Path, paths: list[str]) -> None:
+    def __init__(self, folder: Path, paths: list[str], share: dict[str, str], leases: list[int]) -> None:
         super().__init__(folder)
-        self.paths = paths
+        self.paths, self.share, self.leases = paths, share, leases
 
     def _submit_command(self, command: str) -> LocalJob[Any]:
         ranks, seconds = self.parameters["tasks_per_node"], 60 * self.parameters["timeout_min"]
         environment = {
             **os.environ,
+            **self.share,
+            LEASES: ",".join(map(str, self.leases)),
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_NTASKS": str(ranks),
             "SUBMITIT_LOCAL_COMMAND": command,
@@ -94,6 +108,7 @@ class RanksExecutor(LocalExecutor):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                pass_fds=self.leases,
                 start_new_session=True,
             )
         return LocalJob(folder=self.folder, job_id=str(parent.pid), process=parent, tasks=list(range(ranks)))
@@ -114,10 +129,46 @@ class Ranks(Controller):
     """
 
     asked = False  # whether the ranks were asked to stop
+    next_look = 0.0  # time (by time.monotonic) of the next look at other runs
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.told: set[int] = set()  # processes that were asked to stop after they had begun to listen
+        self.leases = [int(file) for file in os.environ.pop(LEASES, "").split(",") if file]
+        self.run_name = folder.parents[2].name
+        self.beside: set[str] = set()  # other runs that have used this machine at the same time
+        for file in self.leases:
+            sign(file, self.run_name)
+
+    def start_tasks(self) -> None:
+        """Start all ranks. Other than submitit's ranks, they inherit the files of the lease: if only this process is
+        killed, their devices stay taken.
+        """
+        self.folder.mkdir(exist_ok=True)
+        paths = [JobPaths(self.folder, self.pid, number) for number in range(self.ntasks)]
+        self.stdouts = [path.stdout.open("a") for path in paths]
+        self.stderrs = [path.stderr.open("a") for path in paths]
+        for number in range(self.ntasks):
+            self.tasks.append(self.begin(number))
+
+    def begin(self, number: int) -> subprocess.Popen[Any]:
+        """Start a rank."""
+        environment = {
+            **os.environ,
+            "SUBMITIT_LOCAL_LOCALID": str(number),
+            "SUBMITIT_LOCAL_GLOBALID": str(number),
+            "SUBMITIT_LOCAL_JOB_ID": self.pid,
+        }
+        out, err = self.stdouts[number], self.stderrs[number]
+        return subprocess.Popen(self.command, env=environment, stdout=out, stderr=err, pass_fds=self.leases)
+
+    def look_beside(self, now: float) -> None:
+        """Record which other runs use this machine: their speed and this one's are not those of runs alone."""
+        if self.leases and now >= self.next_look:
+            self.next_look = now + LOOK
+            if others := runs_beside(self.run_name) - self.beside:
+                self.beside |= others
+                self.record()
 
     def wait(self, freq: int = 20) -> list[int]:
         """Wait for all ranks and return their exit codes. submitit's `run` calls this once the ranks are started."""
@@ -132,6 +183,7 @@ class Ranks(Controller):
         started = time.monotonic()
         while any(task.poll() is None for task in self.tasks) or any("ended" not in rank for rank in self.ranks):
             now = time.monotonic()
+            self.look_beside(now)
             if lights and self.lighthouse.poll() is not None:
                 self.lighthouse = lighthouse(self.folder.parent, config["timeout_seconds"])
             for group in groups:
@@ -184,15 +236,7 @@ class Ranks(Controller):
         layout.RENDEZVOUS.of(folder).unlink(missing_ok=True)
         group.restarts, group.deadline = group.restarts + 1, float("inf")
         for number in group.ranks:
-            environment = {
-                **os.environ,
-                "SUBMITIT_LOCAL_LOCALID": str(number),
-                "SUBMITIT_LOCAL_GLOBALID": str(number),
-                "SUBMITIT_LOCAL_JOB_ID": self.pid,
-            }
-            self.tasks[number] = subprocess.Popen(
-                self.command, env=environment, stdout=self.stdouts[number], stderr=self.stderrs[number]
-            )
+            self.tasks[number] = self.begin(number)
             self.ranks[number] = {**process(self.tasks[number].pid), "restarts": group.restarts}
         self.record()
 
@@ -214,7 +258,8 @@ class Ranks(Controller):
 
     def record(self) -> None:
         with contextlib.suppress(OSError):  # a full disk need not end the ranks
-            layout.RANKS.write(self.folder.parent, {**this_process(), "ranks": self.ranks})
+            record = {**this_process(), "ranks": self.ranks}
+            layout.RANKS.write(self.folder.parent, record | ({"beside": sorted(self.beside)} if self.beside else {}))
 
 
 def lighthouse(attempt: Path, silent: int) -> subprocess.Popen[Any]:
