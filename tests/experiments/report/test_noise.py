@@ -127,6 +127,21 @@ def load(directory, cores, start, end):
     )
 
 
+def test_runs_side_by_side_are_not_compared_without_a_word(sweep, capsys):
+    alone, beside = (sweep.cell(name, result=result(rate)) for name, rate in (("alone", 1000.0), ("beside", 700.0)))
+    assert "shared" not in sweep.report(capsys, "--md")[1]
+    for number in (1, 2):  # one attempt is enough
+        (beside / "attempts" / str(number)).mkdir(parents=True)
+    (beside / "attempts/1/ranks.json").write_text(json.dumps({"ranks": [], "beside": ["x-1", "y-2"]}))
+    (beside / "attempts/2/ranks.json").write_text(json.dumps({"ranks": []}))
+    out = sweep.report(capsys, "--md")[1]
+    assert rows_of(out)["beside"]["difference"].endswith("(shared)") and "- beside: ran beside other runs" in out
+    assert [row["beside"] for row in json.loads(sweep.report(capsys, "--json")[1])["rows"]] == [0, 2]
+    (alone / "attempts/1").mkdir(parents=True)
+    (alone / "attempts/1/ranks.json").write_text(json.dumps({"ranks": [], "beside": ["x-1"]}))
+    assert "- all 2 cells: ran beside other runs" in sweep.report(capsys, "--md")[1]
+
+
 def test_a_busy_machine_is_told(sweep, capsys):
     load(sweep.cell("quiet", result=result(1000.0)), 2, 0.1, 2.2)
     load(sweep.cell("loud", result=result(900.0)), 2, 3.0, 14.25)
@@ -138,7 +153,7 @@ def test_a_busy_machine_is_told(sweep, capsys):
         in sweep.report(capsys, "--md")[1]
     )
     lines = sweep.report(capsys, "--csv")[1].splitlines()
-    assert lines[2].endswith(",14.25,2,,") and "load,cores" in lines[0]
+    assert lines[2].endswith(",14.25,2,0,,") and "load,cores" in lines[0]
 
 
 def seeds(sweep, changes, offset, rates, held_out=None):

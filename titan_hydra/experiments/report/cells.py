@@ -21,7 +21,7 @@ from titan_hydra.core.job.run.stretches import Stretch, stretches_of
 from titan_hydra.core.job.run.useful import goodput_of
 from titan_hydra.experiments.compose.sweep import key_of
 from titan_hydra.experiments.runs.find import RunCell, Selection
-from titan_hydra.experiments.runs.rundir import State, inspect_all
+from titan_hydra.experiments.runs.rundir import State, inspect_all, shared_with
 from titan_hydra.experiments.runs.view import short_names
 
 from .columns import Column, columns_of
@@ -48,6 +48,7 @@ class ReportCell:
     goodput: float | None = None  # time of useful steps divided by all time since the first start
     load: dict[str, float] = field(default_factory=dict)  # "cores" of the machine, load averages at "start" and "end"
     unreadable: tuple[str, ...] = ()  # damaged files and rows, which were left out
+    beside: tuple[str, ...] = ()  # runs that used devices of the same machine at the same time
     repeat: bool = False  # whether this is the second run of the baseline, at the end of a packed sweep
     # only in a `Mean`: the averaged cells, by the value of the key in which they differ
     members: dict[str, ReportCell] = field(default_factory=dict)
@@ -391,6 +392,7 @@ def read_cell(chosen: RunCell, now: State) -> ReportCell:
         events=events,
         goodput=result.get("goodput") if result or now.failure else goodput_of(chosen.directory, rows),
         load=rank.get("load") or {},
+        beside=shared_with(chosen.directory),
         unreadable=tuple(unreadable),
     )
 
@@ -425,6 +427,7 @@ def mean_of(cells: list[ReportCell], over: str) -> Mean:
         mean([cell.goodput for cell in cells if cell.goodput is not None]),
         first.load,
         unreadable,
+        tuple(dict.fromkeys(name for cell in cells for name in cell.beside)),
         members={as_typed(cell.config.get(over)): cell for cell in cells},
     )
 

@@ -13,7 +13,7 @@ from .digits import MINUS, digits_of, percent, rate, truncated_percent, with_err
 
 NONE = "\N{EN DASH}"
 # reasons why a difference from the baseline is not reliable
-FEW_STEPS, NOISE, ONE_RUN = "few steps", "noise", "one run"
+FEW_STEPS, NOISE, ONE_RUN, SHARED = "few steps", "noise", "one run", "shared"
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ReportRow:
     baseline: bool = False
     difference: float | None = None  # relative difference between the tokens/s of the cell and of the baseline
     noise: float | None = None  # a relative difference up to this value cannot be distinguished from noise
-    doubt: str = ""  # FEW_STEPS, NOISE or ONE_RUN; "" if the difference is reliable
+    doubt: str = ""  # FEW_STEPS, NOISE, ONE_RUN or SHARED; "" if the difference is reliable
     # only for a `Mean`: the difference between its loss and the baseline's loss, with the standard error
     change: tuple[float, float | None] | None = None
     band: Band | None = None
@@ -162,6 +162,8 @@ def speed_of(cell: ReportCell, baseline: ReportCell, drift: float) -> tuple[floa
         doubt = ONE_RUN
     elif noise is not None and abs(difference) < noise:
         doubt = NOISE
+    elif cell.beside or baseline.beside:
+        doubt = SHARED
     return difference, noise, doubt
 
 

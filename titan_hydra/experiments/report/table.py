@@ -15,7 +15,7 @@ from . import compare
 from .cells import FEW, Mean, ReportCell, averaged, labels
 from .compare import Difference
 from .digits import percent
-from .row import COLUMNS, FEW_STEPS, NOISE, NONE, ONE_RUN, PREDICTED, Column, ReportRow, against, task_columns
+from .row import COLUMNS, FEW_STEPS, NOISE, NONE, ONE_RUN, PREDICTED, SHARED, Column, ReportRow, against, task_columns
 
 DRAWN = 100  # maximum number of rows in a chart: readers cannot distinguish more lines, and browsers cannot draw them
 FOREIGN = "foreign"  # the state of a run of another program (--with)
@@ -209,19 +209,24 @@ class Report:
             notes.append(f"({ONE_RUN}): a difference that rests on one run of a row has no error, and may be noise")
         if FEW_STEPS in doubts:
             notes.append(f"({FEW_STEPS}): fewer than {FEW} steps were measured, too few for a reliable rate")
+        if shared := [row for row in self.rows if row.cell.beside]:
+            notes.append(
+                f"{self._whose(shared)}: ran beside other runs on one machine ({SHARED}), whose cores, memory and power they "
+                "shared; compare their speeds with those of runs alone only after a run alone"
+            )
         busy = [row for row in self.rows if row.cell.busy]
         loads = [one.load for row in busy for one in row.cell.single if one.busy]
         if busy:
             most = max(max(load.get("start", 0), load.get("end", 0)) for load in loads)
-            whose = (
-                ", ".join(row.label for row in busy)
-                if len(busy) < len(self.rows) or len(busy) == 1
-                else f"all {len(busy)} cells"
-            )
             notes.append(
-                f"{whose}: other programs used the machine too (load up to {most:.1f} on {loads[0]['cores']:.0f} cores)"
+                f"{self._whose(busy)}: other programs used the machine too (load up to {most:.1f} on {loads[0]['cores']:.0f} cores)"
             )
         return notes
+
+    def _whose(self, rows: list[ReportRow]) -> str:
+        if 1 < len(rows) == len(self.rows):
+            return f"all {len(rows)} cells"
+        return ", ".join(row.label for row in rows)
 
     def _bands(self) -> list[str]:
         return [

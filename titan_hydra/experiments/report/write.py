@@ -157,6 +157,7 @@ def values_of_rows(report: Report) -> list[dict[str, Any]]:
                 "noise_percent": truncated_percent(row.noise),
                 "load": max(load.get("start", 0), load.get("end", 0)) if load else None,
                 "cores": load.get("cores"),
+                "beside": len(row.cell.beside),
                 "lowest_held_out_step": row.cell.lowest and row.cell.lowest[1],
                 "best_checkpoint": row.cell.result.get("best_checkpoint"),
             }

@@ -348,6 +348,12 @@ def end_attempt(attempt: Path) -> None:
         note(attempt, ended=time.time())
 
 
+def shared_with(directory: Path) -> tuple[str, ...]:
+    """Return the runs that shared the machine with any attempt of a run, as the ranks' parent processes saw them."""
+    attempts = layout.ATTEMPT.all(directory).values()
+    return tuple(dict.fromkeys(name for attempt in attempts for name in layout.RANKS.read(attempt).get("beside", ())))
+
+
 def describe_environment(job: Job, code: str | None = None) -> dict[str, Any]:
     """Return the code, versions and machine of a run, without environment variables. `code` is the digest of the copy of
     the code that the run imports; None: the run imports this checkout.
