@@ -33,7 +33,7 @@ def run_one_by_one(cells: list[Cell], executor: Processes) -> int:
         if interrupts.received or ends_the_line(cell, states[-1]):
             break
     rest = [rundir.state(cell.directory) for cell in cells[len(states) :]]
-    return conclude(cells, states + rest, interrupts, [states[-1], *rest], len(states))
+    return conclude(cells, states + rest, interrupts, [states[-1], *rest], states)
 
 
 def ends_the_line(cell: Cell, state: State) -> bool:
@@ -45,10 +45,10 @@ def ends_the_line(cell: Cell, state: State) -> bool:
 
 
 def conclude(
-    cells: list[Cell], states: list[State], interrupts: Interrupts, cut: list[State], settled: int | None = None
+    cells: list[Cell], states: list[State], interrupts: Interrupts, cut: list[State], ended: list[State]
 ) -> int:
     """Print the results of all cells. Return the exit status: that of the signal, if it found a cell not done (`cut`: the
-    states of the cells that it could find so); else that of the first of the `settled` cells that failed or was stopped.
+    states of the cells that it could find so); else that of the first of the `ended` cells that failed or was stopped.
     """
     if len(cells) > 1:
         show.results(cells, states)
@@ -56,7 +56,7 @@ def conclude(
         show.longer(cells[0])
     if interrupts.received and any(state.kind != "done" for state in cut):
         return interrupts.status
-    return next(filter(None, map(rundir.result_status, states[:settled])), Exit.DONE)
+    return next(filter(None, map(rundir.result_status, ended)), Exit.DONE)
 
 
 def settle(cell: Cell, executor: Processes, cells: list[Cell], interrupts: Interrupts) -> State:

@@ -31,7 +31,8 @@ def run_side_by_side(cells: list[Cell], executor: Processes) -> int:
         series.run(display)
     found = [series.states.get(cell.directory) or rundir.state(cell.directory) for cell in cells]
     cut = [state for cell, state in zip(cells, found, strict=True) if cell.directory not in series.before]
-    return conclude(cells, found, series.interrupts, cut)
+    # a cell that was stopped because another one failed does not hide the failure
+    return conclude(cells, found, series.interrupts, cut, sorted(found, key=lambda state: state.kind != "failed"))
 
 
 @dataclass
