@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.experiments.launch.conftest import Launcher
+from tests.kits import endings
 from tests.slurm.conftest import Submitter
 
 from .kubelet import IMAGE
@@ -19,18 +20,15 @@ import time
 update = trainer.Trainer.update
 trainer.Trainer.update = lambda self, *given: time.sleep(0.1) or update(self, *given)
 """
-# Rank 1 raises the error that the file `raise` in its run directory names; ranks wait while there is a file `hold`.
-SABOTAGE = """
-import sys, torch
-from titan_hydra.core.base.errors import NotFinite
-slow, place = trainer.Trainer.update, sys.argv[1] + "/raise"
-def failing(self, *given):
-    while os.path.exists(sys.argv[1] + "/hold"):
+# Ranks wait while there is a file `hold` in their run directory.
+HOLD = """
+import sys
+slow, hold = trainer.Trainer.update, sys.argv[1] + "/hold"
+def held(self, *given):
+    while os.path.exists(hold):
         time.sleep(0.1)
-    if rank == 1 and os.path.exists(place) and (name := open(place).read()):
-        raise eval(name)("planted")
     slow(self, *given)
-trainer.Trainer.update = failing
+trainer.Trainer.update = held
 """
 TWO = ("gpus=2", "cluster.gpus_per_node=1")
 
@@ -64,7 +62,7 @@ def started(desk, kinds: dict, *more: str) -> dict[str, Path]:
     """Start a run of two pods for each kind, and wait until each is in training. Return the runs by kind. A kind's
     max_norm, which no gradient reaches, changes the identity and no loss.
     """
-    desk.sabotage(SLOW + SABOTAGE)
+    desk.sabotage(SLOW + HOLD)
     desk.site.kubelet.gpus = dict.fromkeys(desk.site.kubelet.gpus, 64)
     norms = ",".join(str(1000 + number) for number in range(len(kinds)))
     desk.submit("-m", *TWO, f"steps={STEPS}", f"checkpoint.interval={INTERVAL}", f"optimizer.max_norm={norms}", *more)
@@ -130,20 +128,28 @@ def spend(desk, run: Path) -> None:
     desk.site.kubelet.preempt(hash_of(run), 1)
 
 
-FAILURES = {  # what happens to a run in training: the class of its failure, its exit status, a word of its reason
+FAILURES = {  # what the cluster does to a run in training: the class of its failure, its exit status, a word of its reason
     "kill a pod": (lambda desk, run: desk.site.kubelet.kill(hash_of(run), 1), "killed", 1, "killed by signal 9"),
     "out of memory": (
         lambda desk, run: desk.site.kubelet.kill(hash_of(run), 1, "OOMKilled"),
         "out of memory", 76, "used more than its memory",
     ),
-    "a bug": (lambda desk, run: (run / "raise").write_text("RuntimeError"), "bug", 1, "rank 1: RuntimeError: planted"),
-    "out of device memory": (
-        lambda desk, run: (run / "raise").write_text("torch.OutOfMemoryError"),
-        "out of memory", 76, "rank 1, step",
-    ),
-    "not finite": (lambda desk, run: (run / "raise").write_text("NotFinite"), "not finite", 78, "planted"),
     "requeues spent": (spend, "preempted too often", 75, "cluster.max_requeues is reached"),
 }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_failures_are_named_and_end_the_job(desk):
+    desk.sabotage(endings.CODE)
+    desk.site.kubelet.gpus = dict.fromkeys(desk.site.kubelet.gpus, 64)
+    for name, ending in endings.ENDINGS.items():  # one by one, as the ranks of all would need many cores
+        hang = f"comm.train_timeout_seconds={endings.HANG if ending.failure == 'hang' else 100}"
+        desk.submit(*TWO, f"steps={STEPS}", "cluster.max_requeues=0", endings.override(name), hang)
+        run = desk.cell(endings.override(name))
+        desk.settle()
+        endings.check(name, desk.state(run))
+        assert desk.attempts(run) in ([1], []) and len(list(run.glob("attempts/[0-9]*"))) == 1, desk.story()
+        assert not desk.processes()
 
 
 @pytest.mark.slow

@@ -4,119 +4,80 @@ SLURM, and is retried if asked.
 
 import time
 
-# For each kind of cell: the rank that fails in step 3, and the code that it runs then, after it has written the time.
-# The kind is the cell's max_norm minus 1000; no gradient has so large a norm, so max_norm changes nothing else.
-ACTS = {
-    1: ("rank == 1", "os._exit(1)"),
-    2: ("rank == 1", "os.kill(os.getpid(), 9)"),
-    3: ("rank == 0", "import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')"),
-    4: ("rank == 1", "time.sleep(1000)"),
-    5: ("rank == 1", "next(self.model.parameters()).detach().to_local().fill_(float('nan'))"),
-    6: ("rank == 3", "raise ValueError('unlucky rank')"),
-    9: ("rank == 1", "os._exit(0)"),
-    10: ("rank == 1", "import ctypes; ctypes.string_at(0)"),
-    11: ("rank == 1", "os.kill(os.getpid(), 19)"),  # srun lets the process continue before it ends it
-}
-FAIL = """
-import time
-update, count = trainer.Trainer.update, []
-def act(self, *given):
-    count.append(1)
-    if len(count) == 3:
-        for kind, (who, what) in {acts!r}.items():
-            if self.job.optimizer.max_norm == 1000 + kind and eval(who):
-                open(f"struck_{{kind}}", "w").write(str(time.time()))
-                exec(what)
-    update(self, *given)
-trainer.Trainer.update = act
+from tests.kits import endings
+
+UNFIT = """
 if os.environ.get("UNFIT_RANK") == str(rank):
     import torch
     product = torch.Tensor.__matmul__
     torch.Tensor.__matmul__ = lambda left, right: product(left, right) + 1
 """
-EXPECTED = {  # class, rank, exit status, words of the message
-    1: ("bug", 1, 1, "rank 1 ended with status 1 and without a word"),
-    2: ("killed", 1, 1, "rank 1 was killed by signal 9"),
-    3: ("out of memory", 0, 76, "rank 0"),
-    4: ("hang", None, 77, "rank 1"),
-    5: ("not finite", None, 78, "loss nan"),
-    6: ("bug", 3, 1, "rank 3: ValueError: unlucky rank"),
-    9: ("bug", 1, 1, "rank 1 ended with status 0 and without a word"),
-    10: ("bug", 1, 1, "rank 1 was killed by signal 11"),
-    11: ("hang", 1, 77, "rank 1 was late"),
-}
-HANG = 20  # seconds; short enough for a test, long enough for a busy machine
+HANG_OF_ALL = f"comm.train_timeout_seconds={endings.HANG}"
 
 
 def test_failures_have_their_names_and_end_soon(submit):
     (submit.folder / "notes.txt").write_text("Far out in the uncharted backwaters. " * 300)
-    submit.sabotage(FAIL.format(acts=ACTS))
-    kinds = ",".join(str(1000 + kind) for kind in EXPECTED if kind != 6)
-    sweep = ("-m", "gpus=2", f"optimizer.max_norm={kinds}", f"comm.train_timeout_seconds={HANG}", "sweep.name=pairs")
+    submit.sabotage(endings.CODE + UNFIT)
+    numbers = {name: 1000 + number for name, number in endings.NUMBERS.items()}
+    norms = f"optimizer.max_norm={','.join(map(str, numbers.values()))}"
+    sweep = ("-m", "gpus=2", norms, HANG_OF_ALL, "sweep.name=pairs")
     submit.submit(*sweep)
-    submit.submit("gpus=4", "optimizer.max_norm=1006")
     with submit.cluster.closed():
-        submit.submit("gpus=1", "data=text_files", "data.path=notes.txt", "optimizer.max_norm=1007")
+        submit.submit("gpus=1", "data=text_files", "data.path=notes.txt", "seed=1007")
         (submit.folder / "notes.txt").unlink()
-    submit.submit("gpus=2", "optimizer.max_norm=1008", "cluster.gpus_per_node=1", "+cluster.environment.UNFIT_RANK='1'")
-    submit.settle(seconds=300)
+    submit.submit("gpus=2", "seed=1008", "cluster.gpus_per_node=1", "+cluster.environment.UNFIT_RANK='1'")
+    submit.settle(seconds=400)
 
     status = submit.status()
-    for kind, (name, rank, code, words) in EXPECTED.items():
-        run = submit.cell(f"optimizer.max_norm={1000 + kind}")
-        failure, job = status[run]["failure"], submit.job(run)
-        assert status[run]["state"] == "failed" and failure, (kind, status[run], submit.story())
-        assert (failure["kind"], failure["status"]) == (name, code), failure
-        assert failure["rank"] == rank or rank is None, failure
-        assert words in failure["line"], failure
-        assert job["JobState"] == "FAILED", (kind, job)
-        assert job["ExitCode"] in (f"{code}:0", *(("137:0", "139:0") if kind in (2, 4, 10, 11) else ())), (
-            kind,
-            job["ExitCode"],
-        )
-        struck = float((submit.folder / f"struck_{kind}").read_text())
-        assert ended(job) - struck < 15 + (HANG if name == "hang" else 0), (kind, ended(job) - struck)
-        assert submit.attempts(run) == [1]
-    gone = submit.cell("optimizer.max_norm=1007")
+    for name, ending in endings.ENDINGS.items():
+        run = submit.cell(endings.override(name))
+        assert run in status, submit.story()
+        endings.check(name, status[run])
+        job = submit.job(run)
+        assert job["JobState"] == "FAILED", (name, job)
+        assert job["ExitCode"] in (f"{ending.status}:0", *(("137:0", "139:0") if ending.killed else ())), (name, job)
+        struck = float((submit.folder / f"struck_{endings.NUMBERS[name]}").read_text())
+        late = ended(job) - struck
+        assert late < 15 + (endings.HANG if ending.failure == "hang" else 0), (name, late)
+        assert submit.attempts(run) in ([1], []), name
+    gone = submit.cell("seed=1007")
     assert status[gone]["failure"]["kind"] == "config" and "notes.txt" in status[gone]["failure"]["line"], status[gone]
-    unfit = submit.cell("optimizer.max_norm=1008")
+    unfit = submit.cell("seed=1008")
     failure, host = status[unfit]["failure"], submit.rank_record(unfit, 1)["host"]
     assert (failure["kind"], failure["status"], failure["host"]) == ("node", 79, host), failure
     assert f"{host}: a matmul of device 0 (cpu) gave wrong numbers" in failure["line"], failure
     assert submit.processes() == []
 
     submit.heal()
+    of = {
+        kind: {name for name, ending in endings.ENDINGS.items() if ending.failure == kind}
+        for kind in ("out of memory", "killed", "hang", "not finite")
+    }
     with submit.cluster.closed():  # only the chosen cells wait there
         assert submit.run(*submit.line(*sweep)).returncode != 0
-        assert chosen(submit) == []
+        assert chosen(submit) == set()
         submit.run(*submit.line(*sweep, "launch.retry=oom"))
-        assert chosen(submit) == [1003]
+        assert chosen(submit) == of["out of memory"]
         submit.titan("resume", "runs", "--only", "killed")
-        assert chosen(submit) == [1002, 1003]
+        assert chosen(submit) == of["out of memory"] | of["killed"]
         submit.titan("resume", "runs", "--only", "hang", "--only", "nan", "--as-is")
-        assert chosen(submit) == [1002, 1003, 1004, 1005, 1011]
+        assert chosen(submit) == of["out of memory"] | of["killed"] | of["hang"] | of["not finite"]
         submit.run(*submit.line(*sweep, "launch.retry=failed"))
-        assert chosen(submit) == [1001, 1002, 1003, 1004, 1005, 1009, 1010, 1011]
+        assert chosen(submit) == set(endings.ENDINGS)
         submit.titan("resume", "runs", "--only", "node")
-        assert chosen(submit) == [1001, 1002, 1003, 1004, 1005, 1008, 1009, 1010, 1011]
         assert submit.job(unfit, 2)["ExcNodeList"] == host
-    submit.wait(lambda: submit.done(submit.cell("optimizer.max_norm=1003")), seconds=120)
+    submit.wait(lambda: submit.done(submit.cell(endings.override("has no device memory"))), seconds=120)
 
 
-def chosen(submit) -> list[int]:
-    """Return the cells that have a waiting job, by their max_norm."""
+def chosen(submit) -> set[str]:
+    """Return the endings whose cells have a second, waiting job."""
     waiting = {job.split("_")[0] for job in submit.cluster.active()}
-    found = [
-        run
-        for run in submit.cells()
+    cells = {name: submit.cell(endings.override(name)) for name in endings.ENDINGS}
+    return {
+        name
+        for name, run in cells.items()
         if (run / "attempts" / "2").exists() and submit.job_id(run, 2).split("_")[0] in waiting
-    ]
-    return sorted(
-        int(line.split("=")[1])
-        for run in found
-        for line in (run / "overrides.txt").read_text().split()
-        if "max_norm" in line
-    )
+    }
 
 
 def ended(job: dict[str, str]) -> float:

@@ -13,7 +13,8 @@ import time
 
 import pytest
 
-from tests.kits import wandb_file
+from tests.kits import endings, wandb_file
+from tests.kits.endings import ENDINGS
 from titan_hydra.core.job.run.run import tracked_id
 
 from .conftest import ROOT
@@ -93,36 +94,22 @@ def test_interrupt_ends_a_sweep(launcher):
     assert launcher.processes() == []
 
 
-@pytest.mark.parametrize(
-    ("action", "blamed", "status"),
-    [
-        ('raise ValueError("unlucky rank")', "rank 1: ValueError: unlucky rank", 1),
-        pytest.param("os._exit(1)", "rank 1 ended with status 1 and without a word", 1, marks=pytest.mark.slow),
-        ("os.kill(os.getpid(), 9)", "rank 1 was killed by signal 9", 1),
-        pytest.param("import ctypes; ctypes.string_at(0)", "rank 1 was killed by signal 11", 1, marks=pytest.mark.slow),
-        (
-            'import torch; raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")',
-            "rank 1, step 3: OutOfMemoryError",
-            76,
-        ),
-        ('raise loop.NotFinite("step 3: loss nan")', "rank 1: step 3: loss nan", 78),
-        pytest.param(
-            'raise RuntimeError("stage 1 failed") from MemoryError("no more")',
-            "rank 1, step 3: RuntimeError: stage 1 failed",
-            76,
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_guilty_rank_is_named_and_the_others_end(launcher, action, blamed, status):
-    launcher.sabotage_step_3(1, action)
-    ranks = 3 if "ValueError" in action else 2
-    failed = launcher.run(*launcher.ENDLESS, f"gpus={ranks}", f"data.global_batch={2 * ranks}")
-    assert failed.returncode == status, failed.stderr
-    assert blamed in failed.stderr
-    assert ("Traceback" in failed.stderr) == ("raise" in action and "NotFinite" not in action)
-    assert "Traceback" not in failed.stdout
-    assert launcher.processes() == []
+# The default suite tries one ending of each class.
+DEFAULT = ("raises", "is killed", "has no device memory", "raises that it diverges", "raises in the build")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.long) for n in ENDINGS])
+def test_a_failure_is_named_and_ends_all_ranks(launcher, name):
+    ending = ENDINGS[name]
+    launcher.sabotage(endings.CODE)
+    hang = f"comm.train_timeout_seconds={4 if ending.failure == 'hang' else 100}"
+    failed = launcher.run(*launcher.ENDLESS, "gpus=2", endings.override(name), hang)
+    assert failed.returncode == ending.status and ending.words in failed.stderr, (failed.returncode, failed.stderr)
+    assert ("Traceback" in failed.stderr) == ("raise " in ending.act and ending.failure in ("bug", "out of memory"))
+    assert "Traceback" not in failed.stdout and launcher.processes() == []
+    status = launcher.python("-m", "titan_hydra.cli", "status", "runs", "--json")
+    (row,) = json.loads(status.stdout)["cells"]
+    endings.check(name, row)
 
 
 def test_peers_of_a_dead_rank_are_ended(launcher):

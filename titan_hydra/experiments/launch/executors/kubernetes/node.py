@@ -140,7 +140,7 @@ class Node:
             for number, rank in self.ranks.items():
                 if number not in ended and rank.poll() is not None:
                     ended[number] = {"exit_status": rank.returncode, "ended": time.time()}
-                    if rank.returncode:
+                    if rank.returncode or ended_silently(attempt, number):
                         deadline = min(deadline, now + (GRACE_STOPPED if rank.returncode in STOPPED else GRACE))
             if now > deadline or lost:
                 self.kill(ended)
@@ -165,7 +165,7 @@ class Node:
         """Return the exit status of the pod: that of a rank that failed by itself, else REQUEUED if the ranks were asked to
         stop or have lost a rank of another pod.
         """
-        if not any(end["exit_status"] for end in ended.values()):
+        if not any(end["exit_status"] or ended_silently(attempt, number) for number, end in ended.items()):
             return Exit.DONE
         return own_failure(attempt) or Exit.REQUEUED
 
@@ -177,18 +177,24 @@ def own_failure(attempt: Path) -> int:
     """
     if layout.STOPPED.of(attempt).exists() and layout.STOPPED.of(attempt).read_text().strip() == "agreed":
         return Exit.DONE
-    records = layout.RANK.read_all(attempt)
-    for record in records.values():
+    for record in layout.RANK.read_all(attempt).values():
         error, status = record.get("error"), record.get("exit_status")
         hung = status == Exit.HANG and not peer_is_gone(attempt)
         if error and (hung or (not error["secondary"] and status not in (*STOPPED, Exit.HANG))):
             return status
     for node in layout.NODE.read_all(attempt).values():
         for number, end in node.get("ranks", {}).items():
-            silent = "exit_status" not in records.get(int(number), {}) and not end.get("killed")
-            if silent and end["exit_status"] not in (0, *STOPPED):
-                return end["exit_status"] if end["exit_status"] in set(Exit) else Exit.BUG
+            status = end["exit_status"]
+            if ended_silently(attempt, int(number)) and not end.get("killed") and status not in STOPPED:
+                return status if status and status in set(Exit) else Exit.BUG
     return Exit.DONE
+
+
+def ended_silently(attempt: Path, rank: int) -> bool:
+    """Whether a rank has not recorded its end. If its process has ended, something outside the trainer has ended it,
+    whatever its exit status.
+    """
+    return "exit_status" not in layout.RANK.read(attempt, rank)
 
 
 def in_vain(attempt: Path) -> bool:
