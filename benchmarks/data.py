@@ -21,7 +21,7 @@ from titan_hydra.core.data.embedded import Embedded
 from titan_hydra.core.data.tokenizer import load
 from titan_hydra.core.job.config import from_dict, schema
 from titan_hydra.core.job.config.registry import DATA_SOURCES
-from titan_hydra.experiments.runs.command_tokenizer import _train
+from titan_hydra.experiments.runs.command_data import _train
 
 
 def main() -> None:
@@ -52,14 +52,14 @@ def main() -> None:
 
 
 def write_corpus(folder: Path) -> tuple[str, str]:
-    """Write the embedded corpus as text files, and as the .bin file that `titan tokenizer encode` makes of them."""
+    """Write the embedded corpus as text files, and as the .bin file that `titan data encode` makes of them."""
     corpus = Embedded()
     for unit in range(corpus.units):
         for _, text in corpus.rows(unit):
             (folder / f"{unit:05}.txt").write_text(text)
     cli.main(
         [
-            "tokenizer",
+            "data",
             "encode",
             "--tokenizer",
             "embedded",

@@ -42,7 +42,7 @@ def main() -> int:
     ]
     titan = [
         ["-m", "titan_hydra.cli", *words]
-        for words in (["status"], ["status", "--json"], ["status", "--all"], ["resume"], ["cancel", "-y"])
+        for words in (["status"], ["status", "--json"], ["status", "--all"], ["resume"], ["stop", "-y"])
     ]
     script = ROOT / "tests" / "slurm" / "slurm-cluster"
     with (

@@ -347,7 +347,6 @@ def test_functions_fit_a_screen():
 CONVENTIONS = {
     "add_arguments",
     "apply",
-    "asked",
     "before_forward",
     "build",
     "convert",

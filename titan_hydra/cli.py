@@ -1,23 +1,21 @@
-"""The `titan` command. Each subcommand is a module with `add_arguments(parser)` and `main(args) -> exit status`."""
+"""The `titan` command. A word, or a word and its verb, has two functions: one adds its arguments, the other runs it."""
 
 import argparse
-import importlib
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
-from titan_hydra.core.base.errors import Exit, RunError, denied, require_folder
+from titan_hydra.core.base.errors import ConfigError, Exit, RunError, denied, require_folder
 from titan_hydra.core.base.text import all_printed, not_printed, ready_to_print, unprintable
-from titan_hydra.core.job.config.additions import Word, of_all
+from titan_hydra.core.job.config.additions import Word, of_all, verbs_of, words_alone
 from titan_hydra.core.job.config.fault import did_you_mean, shown, suggest
 
 from . import __version__
 
 GROUPS = ("Before a run", "Runs", "Results", "Instruments")
-COMMANDS = {
+COMMANDS = {  # words and, behind a word, its verbs
     "init": Word(
         "titan_hydra.experiments.runs.command_init",
         "write a project of your own: launch.py, options, a model, a sweep, a test",
@@ -25,19 +23,48 @@ COMMANDS = {
         "Before a run",
     ),
     "cluster": Word(
-        "titan_hydra.experiments.launch.command_cluster",
-        "init: write conf/cluster/NAME.yaml for your SLURM or Kubernetes; check: what works there, on two nodes",
-        ("titan cluster init mysite", "titan cluster check mysite --runs /shared/me/runs"),
+        "",
+        "describe your SLURM or Kubernetes once, and check it",
+        ("titan cluster init mysite", "titan cluster check mysite"),
         "Before a run",
     ),
-    "tokenizer": Word(
-        "titan_hydra.experiments.runs.command_tokenizer",
-        "train a tokenizer, or encode text files to a .bin",
+    "cluster init": Word(
+        "titan_hydra.experiments.launch.command_cluster:init_site",
+        "write conf/cluster/NAME.yaml from what the cluster reports about its nodes with GPUs",
+        ("titan cluster init", "titan cluster init mysite --executor slurm"),
+    ),
+    "cluster check": Word(
+        "titan_hydra.experiments.launch.command_cluster:check_site",
+        "train three small runs: on one node, on two nodes, and one that is stopped and resumed",
         (
-            "titan tokenizer train --vocab 4096 --out tokenizer.model corpus/*.jsonl",
-            "titan tokenizer encode --tokenizer tokenizer.model --out corpus.bin corpus/*.jsonl",
+            "titan cluster check mysite --runs /shared/me/runs",
+            "titan cluster check mysite cluster.time_minutes=20 --runs /shared/me/runs",
+        ),
+    ),
+    "data": Word(
+        "",
+        "look at and prepare what a run reads",
+        (
+            "titan data train-tokenizer --vocab 4096 --out tokenizer.model corpus/*.jsonl",
+            "titan data encode --tokenizer tokenizer.model --out corpus.bin corpus/*.jsonl",
         ),
         "Before a run",
+    ),
+    "data train-tokenizer": Word(
+        "titan_hydra.experiments.runs.command_data:train_tokenizer",
+        "train a tokenizer of Llama 3's kind and write it as tokenizer.model",
+        (
+            "titan data train-tokenizer --vocab 4096 --out tokenizer.model",
+            "titan data train-tokenizer --vocab 32768 --out tokenizer.model corpus/*.jsonl",
+        ),
+    ),
+    "data encode": Word(
+        "titan_hydra.experiments.runs.command_data:encode_text",
+        "encode documents into a file of token ids, for data=tokens",
+        (
+            "titan data encode --out corpus.bin notes.txt",
+            "titan data encode --tokenizer tokenizer.model --out corpus.bin corpus/*.jsonl",
+        ),
     ),
     "plan": Word(
         "titan_hydra.experiments.plan.command_plan",
@@ -66,10 +93,10 @@ COMMANDS = {
         ("titan logs c992 -f", "titan logs c992 --guilty"),
         "Runs",
     ),
-    "cancel": Word(
-        "titan_hydra.experiments.runs.command_cancel",
-        "stop running and queued runs",
-        ("titan cancel c992", "titan cancel --yes"),
+    "stop": Word(
+        "titan_hydra.experiments.runs.command_stop",
+        "stop running and queued runs; running ones save first",
+        ("titan stop c992", "titan stop --yes"),
         "Runs",
     ),
     "resume": Word(
@@ -80,8 +107,8 @@ COMMANDS = {
     ),
     "report": Word(
         "titan_hydra.experiments.report.command_report",
-        "the table of a sweep, its plots and its page",
-        ("titan report", "titan report --html"),
+        "the table of a sweep, its plots and its page; --to copies runs to wandb or TensorBoard",
+        ("titan report", "titan report --html", "titan report c992 --to tensorboard"),
         "Results",
     ),
     "compare": Word(
@@ -90,66 +117,78 @@ COMMANDS = {
         ("titan compare c992 e1ee", "titan compare c992 e1ee --json"),
         "Results",
     ),
-    "track": Word(
-        "titan_hydra.experiments.runs.command_track",
-        "copy what runs recorded to wandb or TensorBoard; --send: send wandb's offline files",
-        ("titan track c992 --to tensorboard", "titan track --send"),
-        "Results",
-    ),
     "generate": Word(
         "titan_hydra.experiments.runs.command_generate",
         "let the model of a run or checkpoint continue a text",
         ('titan generate c992 --prompt "The function returns"', 'titan generate c992 --prompt "def " --temperature 0'),
         "Results",
     ),
-    "score": Word(
-        "titan_hydra.experiments.runs.command_score",
-        "the log-probability that the model of a run or export gives each text of a file",
-        ("titan score c992 texts.jsonl", "titan score c992 texts.jsonl --out scores.jsonl"),
-        "Results",
+    "generate scores": Word(
+        "titan_hydra.experiments.runs.command_generate:score_file",
+        "write the log-probability that the model of a run or export gives each text of a file",
+        ("titan generate scores c992 texts.jsonl", "titan generate scores c992 texts.jsonl --out scores.jsonl"),
     ),
     "checkpoint": Word(
-        "titan_hydra.experiments.runs.command_checkpoint",
-        "list, verify and prune the checkpoints of a run",
-        ("titan checkpoint ls c992", "titan checkpoint prune c992 --keep 2"),
+        "",
+        "look after a run's checkpoints; to and from Hugging Face",
+        ("titan checkpoint ls c992", "titan checkpoint export c992 exported"),
         "Results",
     ),
-    "convert": Word(
-        "titan_hydra.experiments.runs.command_convert",
-        "checkpoints to and from Hugging Face safetensors",
-        ("titan convert c992 --to hf exported", "titan convert exported --from hf imported"),
-        "Results",
+    "checkpoint ls": Word(
+        "titan_hydra.experiments.runs.command_checkpoint:list_steps",
+        "list the steps of a run",
+        ("titan checkpoint ls c992", "titan checkpoint ls runs/default-e1ee3d75"),
+    ),
+    "checkpoint verify": Word(
+        "titan_hydra.experiments.runs.command_checkpoint:verify_steps",
+        "compare every byte with the manifest; exit status 1 if some byte differs",
+        ("titan checkpoint verify c992", "titan checkpoint verify runs/default-e1ee3d75/checkpoints/step-80"),
+    ),
+    "checkpoint prune": Word(
+        "titan_hydra.experiments.runs.command_checkpoint:prune_steps",
+        "delete steps that need not be kept, damaged steps, and what a killed run has left behind",
+        ("titan checkpoint prune c992 --keep 2", "titan checkpoint prune c992 --keep 2 --every 100 --dry"),
+    ),
+    "checkpoint export": Word(
+        "titan_hydra.experiments.runs.command_checkpoint:export_weights",
+        "write the weights as a folder in Hugging Face's format: safetensors, tokenizer, generation settings",
+        ("titan checkpoint export c992 exported", "titan checkpoint export c992 adapters --format peft"),
+    ),
+    "checkpoint import": Word(
+        "titan_hydra.experiments.runs.command_checkpoint:import_weights",
+        "write a checkpoint from a folder in Hugging Face's format; a run starts from it with "
+        "checkpoint.initial_load_path",
+        (
+            "titan checkpoint import exported imported",
+            "titan checkpoint import exported imported --imports my_family",
+        ),
     ),
     **of_all("COMMANDS"),
-    "completion": Word(
-        "titan_hydra.experiments.runs.command_completion",
-        "let bash, zsh or fish complete titan's commands and options",
-        ('eval "$(titan completion bash)"', "titan completion fish"),
-    ),
 }
-ELSEWHERE = {  # words of other programs, and the line of titan that does it
+ELSEWHERE = {  # words of other programs and former words, and the line of titan that does it
     "train launch submit start torchrun": "titan run",
     "ls list ps runs show top queue": "titan status --all",
     "watch follow monitor": "titan status -f",
     "tail log debug": "titan logs",
-    "kill delete abort": "titan cancel",
-    "stop": "titan cancel",
+    "kill delete abort cancel": "titan stop",
     "restart rerun continue retry": "titan resume",
     "extend longer": "titan resume RUN steps=N",
     "table plot plots page results summary": "titan report",
     "diff": "titan compare",
-    "sync wandb tensorboard": "titan track",
-    "export import": "titan convert",
-    "eval evaluate likelihood loglikelihood": "titan score",
+    "sync wandb tensorboard track": "titan report RUN --to TRACKER",
+    "convert": "titan checkpoint export",
+    "score eval evaluate likelihood loglikelihood": "titan generate scores",
     "complete inference": "titan generate",
-    "tune": "titan plan --tune K",
     "estimate fit memory advise": "titan plan",
     "new create": "titan init",
     "test check prove certify": "titan verify",
     "coordcheck": "titan verify widths",
-    "tokenize encode": "titan tokenizer encode",
+    "tokenizer": "titan data train-tokenizer",
+    "tokenize": "titan data encode",
     "config": "titan run --cfg job",
+    "completion": "titan --completion SHELL",
     "help": "titan --help",
+    **of_all("ELSEWHERE"),
 }
 
 
@@ -158,42 +197,97 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     ready_to_print()
     if argv[:1] == ["help"]:
-        argv = [*argv[1:2], "--help"]
-    for old, new in of_all("RENAMED").items():
-        command, word = old.split()
-        if argv[:1] == [command] and word in argv[1:]:
-            print(f"titan {old}: is `titan {new}` now", file=sys.stderr)
-            return Exit.CONFIG
+        argv = [*argv[1:], "--help"]
     if not argv or argv[0] in ("-h", "--help"):
         print(listing(_width()))
         return Exit.DONE
     if argv[0] == "--version":
         print(f"titan_hydra {__version__}")
         return Exit.DONE
-    if argv[0] not in COMMANDS:
-        meant = [line for words, line in ELSEWHERE.items() if argv[0].lower() in words.split()]
-        hint = did_you_mean(meant or suggest(argv[0], list(COMMANDS)), otherwise="; `titan` lists them")
-        print(f"titan {shown(argv[0])}: no such command{hint}", file=sys.stderr)
+    if argv[0].startswith("--completion"):
+        return _run(_completed, argparse.Namespace(argv=argv))
+    try:
+        name, rest = chosen_word(argv)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
         return Exit.CONFIG
-    command = importlib.import_module(COMMANDS[argv[0]].module)
-    if argv[0] == "run":
-        return _run(lambda args: _launched(command, args.words), argparse.Namespace(words=argv[1:]))
-    return _run(command.main, _arguments(command, argv))
+    if not COMMANDS[name].place:
+        print(listing_of_verbs(name, _width()))
+        return Exit.DONE
+    if name == "run":
+        return _run(_launched, argparse.Namespace(words=rest))
+    return _run(COMMANDS[name].functions()[1], _arguments(name, rest))
+
+
+def chosen_word(argv: list[str]) -> tuple[str, list[str]]:
+    """Return the word that a line begins with, with its verb if it has one there, and the rest of the line. Raises
+    ConfigError, which names the line that is meant, if there is no such word or verb.
+    """
+    word, rest = argv[0], argv[1:]
+    if word not in COMMANDS:
+        meant = [line for words, line in ELSEWHERE.items() if word.lower() in words.split()]
+        meant += [f"titan {name}" for name in COMMANDS if name.endswith(f" {word}")]
+        hint = did_you_mean(meant[:1] or suggest(word, words_alone(COMMANDS)), otherwise="; `titan` lists them")
+        raise ConfigError(f"titan {shown(word)}: no such command{hint}")
+    verbs = verbs_of(word, COMMANDS)
+    if rest and rest[0] in verbs:
+        return f"{word} {rest[0]}", rest[1:]
+    if COMMANDS[word].place or rest[:1] in (["-h"], ["--help"]):
+        return word, rest
+    if not rest:
+        raise ConfigError(f"titan {word}: which? one of {', '.join(verbs)}")
+    meant = [f"titan {word} {verb}" for verb in suggest(rest[0], list(verbs))]
+    raise ConfigError(
+        f"titan {word} {shown(rest[0])}: no such verb{did_you_mean(meant, otherwise='; one of ' + ', '.join(verbs))}"
+    )
 
 
 def listing(width: int) -> str:
-    """Return what `titan --help` prints on a terminal of this width: the words in their groups."""
+    """Return what `titan --help` prints on a terminal of this width: the words in their groups, each with its verbs."""
     lines = ["Usage: titan COMMAND [OPTIONS]    (titan COMMAND --help: options and examples)"]
-    wide = max(map(len, COMMANDS)) + 4
     for group in GROUPS:
-        if words := {name: word for name, word in COMMANDS.items() if word.group == group}:
-            lines += ["", group]
-        for name, word in words.items():
-            first = f"  {name}".ljust(wide)
-            lines += textwrap.wrap(
-                word.text, width, initial_indent=first, subsequent_indent=" " * wide, break_on_hyphens=False
-            )
-    return "\n".join(lines)
+        texts = {name: _with_verbs(name) for name in words_alone(COMMANDS) if COMMANDS[name].group == group}
+        lines += ["", group, *_columns(texts, max(map(len, words_alone(COMMANDS))), width)] if texts else []
+    return "\n".join([*lines, "", "titan --completion SHELL: let bash, zsh or fish complete all this"])
+
+
+def listing_of_verbs(word: str, width: int) -> str:
+    """Return what `titan WORD --help` prints for a word that only has verbs."""
+    verbs = verbs_of(word, COMMANDS)
+    return "\n".join(
+        [
+            f"Usage: titan {word} VERB [OPTIONS]    (VERB --help: options and examples)",
+            "",
+            _sentence(COMMANDS[word], width),
+            "",
+            *_columns({verb: one.text for verb, one in verbs.items()}, max(map(len, verbs)), width),
+            "",
+            _examples(COMMANDS[word]),
+        ]
+    )
+
+
+def _with_verbs(name: str) -> str:
+    verbs = verbs_of(name, COMMANDS)
+    joint = "; also: " if COMMANDS[name].place else ": "
+    return f"{COMMANDS[name].text}{joint}{', '.join(verbs)}" if verbs else COMMANDS[name].text
+
+
+def _columns(texts: dict[str, str], wide: int, width: int) -> list[str]:
+    """Return names with their texts behind them, wrapped to a number of columns."""
+    lines = []
+    for name, text in texts.items():
+        first, behind = f"  {name}".ljust(wide + 4), " " * (wide + 4)
+        lines += textwrap.wrap(text, width, initial_indent=first, subsequent_indent=behind, break_on_hyphens=False)
+    return lines
+
+
+def _sentence(word: Word, width: int) -> str:
+    return textwrap.fill(word.text[0].upper() + word.text[1:] + ".", width)
+
+
+def _examples(word: Word) -> str:
+    return "\n".join(["examples:", *(f"  {line}" for line in word.examples)])
 
 
 def _width() -> int:
@@ -201,11 +295,20 @@ def _width() -> int:
     return min(shutil.get_terminal_size().columns, 120)
 
 
-def _launched(command: ModuleType, words: list[str]) -> int:
+def _completed(args: argparse.Namespace) -> int:
+    """Print a shell's script for completion, or the candidates that such a script asks for."""
+    from titan_hydra.experiments.runs.completion import answer_shell
+
+    return answer_shell(args.argv, COMMANDS)
+
+
+def _launched(args: argparse.Namespace) -> int:
     """Run launch.py with these words. A project's options are found as by the launch.py of the current folder."""
-    before, sys.argv = sys.argv, ["launch.py", *words]
+    from titan_hydra.experiments.launch.main import main as launch
+
+    before, sys.argv = sys.argv, ["launch.py", *args.words]
     try:
-        return command.main(Path("launch.py"))
+        return launch(Path("launch.py"))
     finally:
         sys.argv = before
 
@@ -232,26 +335,21 @@ def _run(command: Callable[[argparse.Namespace], int], args: argparse.Namespace)
         return not_printed(error)
 
 
-def _arguments(command: ModuleType, argv: list[str]) -> argparse.Namespace:
-    """Parse the arguments of a subcommand; exits with status 2 if they are wrong."""
-    word = COMMANDS[argv[0]]
+def _arguments(name: str, argv: list[str]) -> argparse.Namespace:
+    """Parse the arguments of a word, or of a word and its verb; exits with status 2 if they are wrong."""
+    word = COMMANDS[name]
+    text = _sentence(word, _width())
+    if verbs := verbs_of(name, COMMANDS):
+        columns = _columns({verb: one.text for verb, one in verbs.items()}, max(map(len, verbs)), _width())
+        text = "\n".join([text, "", f"titan {name} VERB:", *columns])
     parser = argparse.ArgumentParser(
-        prog=f"titan {argv[0]}",
+        prog=f"titan {name}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=textwrap.fill(word.text[0].upper() + word.text[1:] + ".", _width()),
-        epilog="\n".join(["examples:", *(f"  {line}" for line in word.examples)]),
+        description=text,
+        epilog=_examples(word),
     )
-    parser.set_defaults(commands=COMMANDS)
-    command.add_arguments(parser)
-    try:
-        return parser.parse_intermixed_args(argv[1:])  # options may stand between the KEY=VALUE arguments
-    except TypeError:  # raised for a command with subcommands, whose options argparse cannot intermix
-        args, rest = parser.parse_known_args(argv[1:])
-        if rest and (not hasattr(args, "values") or any(word.startswith("-") for word in rest)):
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        if rest:
-            args.values += rest  # KEY=VALUE after an option
-        return args
+    word.functions()[0](parser)
+    return parser.parse_intermixed_args(argv)  # options may stand between the KEY=VALUE arguments
 
 
 if __name__ == "__main__":

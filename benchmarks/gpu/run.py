@@ -3,7 +3,7 @@
 A LIST is the name of a file in lists/ (8b_block), or the path of such a file. Each of its rows runs in a process of its
 own with a deadline of its own, so if a row fails, or the machine is taken away, only one row is lost. After each row,
 its line is written to FOLDER/rows.jsonl, the table so far to table.txt, and the row as a published measurement, which
-`titan plan --score` reads, to rows.yaml. With --device cpu the rows run on the CPU; --dry-run makes them tiny, to check
+`titan rates score` reads, to rows.yaml. With --device cpu the rows run on the CPU; --dry-run makes them tiny, to check
 that everything works.
 """
 

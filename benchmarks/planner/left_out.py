@@ -98,7 +98,7 @@ def fit(each: Iterable[Callable[[Constants], float]]) -> Constants:
 
 
 def counted_rows() -> list[Scored]:
-    """Return the predictions of the rows that count in `titan plan --score benchmarks/planner/published.yaml`."""
+    """Return the predictions of the rows that count in `titan rates score benchmarks/planner/published.yaml`."""
     found = []
     for row in rows_of(Path(__file__).with_name("published.yaml")):
         with suppress(NotPredictable):

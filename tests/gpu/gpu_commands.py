@@ -63,7 +63,7 @@ def exported(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
     """
     directory, _ = trained(here, *overrides, "checkpoint=sync")
     folder = here.shared / f"hf_{directory.name}"
-    titan("convert", directory, "--to", "hf", folder, "--dtype", "float32")
+    titan("checkpoint", "export", directory, folder, "--dtype", "float32")
     again, _ = trained(
         here, *overrides, "checkpoint=sync", "steps=1", "optimizer.lr=0", f"checkpoint.initial_load_path={folder}"
     )
@@ -83,7 +83,8 @@ def samples(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
     for seed in (0, 1):
         folder = here.shared / f"images_{seed}"
         titan(
-            "sample",
+            "generate",
+            "images",
             directory,
             "--prompt",
             "a red circle",
@@ -116,7 +117,7 @@ def prefers(here: Here) -> dict[str, Any]:
         pairs,
         [{"prompt": one[:-1], "chosen": [one[-1]], "rejected": other[-1]["content"]} for one, other in pairwise(lines)],
     )
-    titan("score-pairs", start, pairs, "--out", scored)
+    titan("data", "score-pairs", start, pairs, "--out", scored)
     common = ("data.seq_len=192", f"checkpoint.initial_load_path={start}", "data.local_batch=4")
     _, found = trained(here, "data=preference", f"data.path={scored}", *common)
     first = found[0]["loss"]

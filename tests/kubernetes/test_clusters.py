@@ -53,7 +53,7 @@ def test_another_cluster_of_the_same_name_starts_and_cancels_nothing(
     assert "ended" not in layout.CLAIM.read(layout.ATTEMPT.of(one.directory, 1))
     capsys.readouterr()
     assert closed.address in printed(capsys, "status", "--runs", str(one.runs))
-    assert "cancel it there" in printed(capsys, "cancel", "-y", "--runs", str(one.runs))
+    assert "cancel it there" in printed(capsys, "stop", "-y", "--runs", str(one.runs))
     assert dispatch.go([one], None) == Exit.DONE
     assert "nothing was started" in capsys.readouterr().out
     assert f"on the cluster fake ({closed.address})" in printed(capsys, "resume", str(one.directory))
@@ -93,7 +93,7 @@ def test_who_may_not_list_pods_sees_jobs_and_cancels(closed, cell, capsys):
     closed.store.forbidden = {("GET", "pods")}
     state = rundir.state(one.directory)
     assert state.kind == "queued" and state.job.id == jobs(closed)[0]
-    assert "cancelled 1 cell" in printed(capsys, "cancel", "-y", "--runs", str(one.runs))
+    assert "cancelled 1 cell" in printed(capsys, "stop", "-y", "--runs", str(one.runs))
     assert jobs(closed) == []
 
 
@@ -108,10 +108,10 @@ def test_reasons_are_printed_and_cancel_tries(closed, cell, capsys):
     assert "(Forbidden)" in capsys.readouterr().out and len(jobs(closed)) == 1
     attempt = layout.ATTEMPT.of(one.directory, 1)
     closed.store.forbidden |= {("DELETE", "jobs")}
-    assert "(Forbidden)" in printed(capsys, "cancel", "-y", "--runs", str(one.runs))
+    assert "(Forbidden)" in printed(capsys, "stop", "-y", "--runs", str(one.runs))
     assert len(jobs(closed)) == 1 and not layout.CANCELLED.of(attempt).exists()
     closed.store.forbidden = {("GET", "pods")}
-    printed(capsys, "cancel", "-y", "--runs", str(one.runs))
+    printed(capsys, "stop", "-y", "--runs", str(one.runs))
     assert jobs(closed) == [] and layout.CANCELLED.of(attempt).exists()
 
 

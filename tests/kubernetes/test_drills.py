@@ -90,7 +90,7 @@ def suspend(desk, run: Path) -> None:
 
 
 def cancel_and_again(desk, run: Path) -> None:
-    done = desk.titan("cancel", "-y", str(run))
+    done = desk.titan("stop", "-y", str(run))
     assert done.returncode == 0, done.stderr
     desk.wait(lambda: desk.state(run)["state"] == "interrupted")
     assert desk.state(run)["cancelled_by"]
@@ -199,7 +199,7 @@ def test_the_server_goes_down_while_a_run_trains(desk, expected):
     desk.site.store.down = True
     row = json.loads(desk.titan("status", "runs", "--json").stdout)
     assert (row["silent"], row["cells"][0]["state"]) == (["kubernetes"], "running"), row
-    assert "kubernetes does not answer" in desk.titan("cancel", "-y", str(run)).stderr
+    assert "kubernetes does not answer" in desk.titan("stop", "-y", str(run)).stderr
     desk.site.store.down = False
     (run / "hold").unlink()
     desk.wait(lambda: desk.done(run))

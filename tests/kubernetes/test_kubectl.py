@@ -187,9 +187,9 @@ def test_a_job_that_somebody_deletes(closed, cell, capsys):
     subprocess.run(["kubectl", "delete", "job", *jobs(closed)], check=True, capture_output=True)
     wait_for(lambda: not closed.store.all("pods"))
     state = rundir.state(one.directory)
-    assert (state.kind, state.refused) == ("interrupted", "its Job was deleted, and not by titan cancel")
+    assert (state.kind, state.refused) == ("interrupted", "its Job was deleted, and not by titan stop")
     assert cli.main(["status", "--runs", str(one.runs)]) == 0
-    assert "not by titan cancel" in capsys.readouterr().out
+    assert "not by titan stop" in capsys.readouterr().out
     assert cli.main(["resume", "--only", "interrupted", "--runs", str(one.runs)]) == 0
     assert len(jobs(closed)) == 1
 

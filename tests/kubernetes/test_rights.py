@@ -34,7 +34,7 @@ def test_the_role_of_the_page_is_enough(closed, cell, capsys):
     assert {(right.verb, right.resource) for right in rights.RIGHTS} <= allowed
     one = cell()
     assert dispatch.begin([one]) == Exit.DONE and rundir.state(one.directory).kind == "queued"
-    assert cli.main(["cancel", "-y", "--runs", str(one.runs)]) == 0 and jobs(closed) == []
+    assert cli.main(["stop", "-y", "--runs", str(one.runs)]) == 0 and jobs(closed) == []
     said = capsys.readouterr()
     assert "warning" not in said.err and "orbidden" not in said.err
 

@@ -37,11 +37,11 @@ def test_runs_are_followed_cancelled_and_retried(submit):
         stderr=subprocess.STDOUT,
     )
     assert "running, attempt 1" in follower.stdout.readline()
-    assert submit.titan("cancel", "seed=2", "--yes").returncode == 0  # before the run has started
+    assert submit.titan("stop", "seed=2", "--yes").returncode == 0  # before the run has started
     assert (runs["seed=2"] / "attempts" / "1" / "cancelled").exists()
     submit.cluster.call("scontrol", "requeue", submit.job_id(runs["seed=1"]))
     submit.wait(lambda: submit.step(runs["seed=3"]) > 0)  # the next task gets the free place
-    assert submit.titan("cancel", "seed=3", "--yes").returncode == 0  # while the run is running
+    assert submit.titan("stop", "seed=3", "--yes").returncode == 0  # while the run is running
     submit.wait(lambda: submit.step(runs["seed=1"], 2) > 0)
     seen = cells(submit)
     assert {name: (cell["state"], cell["attempt"]) for name, cell in seen.items()} == {
@@ -55,10 +55,10 @@ def test_runs_are_followed_cancelled_and_retried(submit):
     submit.cluster.manage("crash", "slurmctld")
     down = submit.titan("status")
     assert down.returncode == 0 and "slurm does not answer" in down.stdout and " running " in down.stdout
-    assert submit.titan("cancel", "--yes").returncode == 1
+    assert submit.titan("stop", "--yes").returncode == 1
     submit.cluster.up()
 
-    assert submit.titan("cancel", "--yes").returncode == 0
+    assert submit.titan("stop", "--yes").returncode == 0
     out, _ = follower.communicate(timeout=300)
     assert "--- attempt 2" in out and out.count("its checkpoint is written") == 2 and out.endswith("interrupted\n")
     again = submit.titan("resume", "--only", "interrupted", "seed=2")
@@ -86,7 +86,7 @@ def test_a_run_goes_on_with_fewer_nodes_in_another_layout(submit):
     submit.wait(lambda: submit.step(run) > 12)
     running = submit.titan("resume", run.name, "gpus=2")
     assert running.returncode == 2 and "is running; stop it first" in running.stderr, running
-    assert submit.titan("cancel", run.name, "--yes").returncode == 0
+    assert submit.titan("stop", run.name, "--yes").returncode == 0
     submit.settle()
     nodes = submit.job(run)["NumNodes"]
     resumed = submit.titan("resume", run.name, "gpus=2", "parallelism=tp")

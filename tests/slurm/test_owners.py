@@ -147,7 +147,7 @@ def test_a_run_of_another_cluster_is_left_alone(submit):
             )
         retried = there.titan("resume", "--only", "interrupted")
         assert "nothing to run again" in retried.stdout, retried.stdout + retried.stderr
-        refused = there.titan("cancel", "--yes")
+        refused = there.titan("stop", "--yes")
         assert refused.returncode == 1 and "is a job of the cluster fake; cancel it there" in refused.stderr, (
             refused.stderr
         )

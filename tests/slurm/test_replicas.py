@@ -115,7 +115,7 @@ def test_one_is_preempted_and_one_rank_is_killed_and_all_are_cancelled_and_retri
         log.stdout or "nothing"
     ), log
 
-    cancelled = submit.titan("cancel", homes[0].name, "--yes")
+    cancelled = submit.titan("stop", homes[0].name, "--yes")
     assert cancelled.returncode == 0 and "cancelled 1 cell" in cancelled.stdout, cancelled.stdout + cancelled.stderr
     submit.settle(60)
     cell = submit.status()[homes[0]]

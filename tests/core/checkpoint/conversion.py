@@ -1,4 +1,4 @@
-"""Share helpers among the tests of conversions: models whose logits depend on all parts, `titan convert`, and a
+"""Share helpers among the tests of conversions: models whose logits depend on all parts, `titan checkpoint`, and a
 comparison of folders with transformers.
 """
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from titan_hydra import cli
 from titan_hydra.core.job.config import to_dict
 from titan_hydra.core.models import build
 from titan_hydra.core.models.init import init_weights
-from titan_hydra.experiments.runs import command_convert as convert
 
 
 def loud_model(config):
@@ -35,17 +35,18 @@ def save_run(model, config, run, step=10, **others):
     (run / "config.json").write_text(json.dumps({"model": to_dict(config)}))
 
 
-def titan_convert(*words):
+def titan_checkpoint(verb, *words):
     parser = argparse.ArgumentParser()
-    convert.add_arguments(parser)
-    assert convert.main(parser.parse_args([str(word) for word in words])) == 0
+    add_arguments, main = cli.COMMANDS[f"checkpoint {verb}"].functions()
+    add_arguments(parser)
+    assert main(parser.parse_args([str(word) for word in words])) == 0
 
 
 def exported(config, folder, dtype="float32"):
     """Return a loud model and its Hugging Face folder."""
     model = loud_model(config)
     save_run(model, config, folder / "run")
-    titan_convert(folder / "run", "--to", "hf", folder / "hf", "--dtype", dtype)
+    titan_checkpoint("export", folder / "run", folder / "hf", "--dtype", dtype)
     return model, folder / "hf"
 
 

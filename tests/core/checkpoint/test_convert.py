@@ -21,7 +21,7 @@ from titan_hydra.core.models import build
 from titan_hydra.core.models.llama3.config import Llama3Config, RopeScaling
 from titan_hydra.core.models.llama3.hf import from_config, to_config
 
-from .conversion import assert_transformers_agrees, load, loud_model, save_run, some_tokens, titan_convert
+from .conversion import assert_transformers_agrees, load, loud_model, save_run, some_tokens, titan_checkpoint
 
 SHAPES = {
     "grouped": {},
@@ -62,7 +62,7 @@ def a_run(tmp_path):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_transformers_computes_the_same_logits(shape, a_run, tmp_path):
     model, run = a_run(tiny(**SHAPES[shape]))
-    titan_convert(run, "--to", "hf", tmp_path / "hf", "--dtype", "float32")
+    titan_checkpoint("export", run, tmp_path / "hf", "--dtype", "float32")
     assert_transformers_agrees(model, tmp_path / "hf", "LlamaForCausalLM")
 
 
@@ -95,7 +95,7 @@ def test_transformers_own_folder_can_be_imported(tmp_path):
     )
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="100KB")
     assert (tmp_path / "hf/model.safetensors.index.json").exists()
-    titan_convert(tmp_path / "hf", "--from", "hf", tmp_path / "checkpoint")
+    titan_checkpoint("import", tmp_path / "hf", tmp_path / "checkpoint")
     config = convert.read_model_config(tmp_path / "checkpoint")
     assert config.ffn_width == 100
     model = load(build(config, 128), tmp_path / "checkpoint")
@@ -108,12 +108,12 @@ def test_transformers_own_folder_can_be_imported(tmp_path):
 def test_export_import_export_gives_the_same_bytes(shape, dtype, a_run, tmp_path):
     _, run = a_run(tiny(**SHAPES[shape]))
     shard = 0.0001  # 100 kB, so that there are several files
-    titan_convert(run, "--to", "hf", tmp_path / "a", "--dtype", dtype, "--max-shard-gb", shard)
-    titan_convert(tmp_path / "a", "--from", "hf", tmp_path / "b")
+    titan_checkpoint("export", run, tmp_path / "a", "--dtype", dtype, "--max-shard-gb", shard)
+    titan_checkpoint("import", tmp_path / "a", tmp_path / "b")
     assert {
         entry.properties.dtype for entry in convert.Reader(tmp_path / "b").metadata.state_dict_metadata.values()
     } == {convert.DTYPES[dtype]}
-    titan_convert(tmp_path / "b", "--to", "hf", tmp_path / "c", "--dtype", dtype, "--max-shard-gb", shard)
+    titan_checkpoint("export", tmp_path / "b", tmp_path / "c", "--dtype", dtype, "--max-shard-gb", shard)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "c").iterdir())
     assert len(names) > 4
@@ -131,10 +131,10 @@ def test_an_export_keeps_the_stored_number_format(a_run, tmp_path, capsys):
     """
     _, run = a_run(tiny())
     for dtype in ("float32", "bfloat16"):
-        titan_convert(run, "--to", "hf", tmp_path / dtype, "--dtype", dtype)
-        titan_convert(tmp_path / dtype, "--from", "hf", tmp_path / f"{dtype}_checkpoint")
+        titan_checkpoint("export", run, tmp_path / dtype, "--dtype", dtype)
+        titan_checkpoint("import", tmp_path / dtype, tmp_path / f"{dtype}_checkpoint")
         capsys.readouterr()
-        titan_convert(tmp_path / f"{dtype}_checkpoint", "--to", "hf", tmp_path / f"{dtype}_again")
+        titan_checkpoint("export", tmp_path / f"{dtype}_checkpoint", tmp_path / f"{dtype}_again")
         assert f"1 file of weights in {dtype};" in capsys.readouterr().out
         assert json.loads((tmp_path / f"{dtype}_again/config.json").read_text())["torch_dtype"] == dtype
         again = load_file(tmp_path / f"{dtype}_again/model.safetensors")
@@ -143,7 +143,7 @@ def test_an_export_keeps_the_stored_number_format(a_run, tmp_path, capsys):
 
 def test_an_import_holds_one_tensor_at_a_time(a_run, tmp_path, monkeypatch):
     _, run = a_run(tiny())
-    titan_convert(run, "--to", "hf", tmp_path / "hf")
+    titan_checkpoint("export", run, tmp_path / "hf")
     alive, most = weakref.WeakSet(), 0
 
     class Watched(convert.LazySavePlanner):
@@ -155,7 +155,7 @@ def test_an_import_holds_one_tensor_at_a_time(a_run, tmp_path, monkeypatch):
             return tensor
 
     monkeypatch.setattr(convert, "LazySavePlanner", Watched)
-    titan_convert(tmp_path / "hf", "--from", "hf", tmp_path / "checkpoint")
+    titan_checkpoint("import", tmp_path / "hf", tmp_path / "checkpoint")
     assert 1 <= most <= 2  # two, because the next tensor is read before the name of the last one is bound again
 
 
@@ -175,7 +175,7 @@ def test_what_ranks_saved_in_parts_is_exported_whole(tmp_path):
     assert len(reader.metadata.state_dict_metadata["model.output.weight"].chunks) == 2
     for name, tensor in whole.items():
         assert torch.equal(reader.tensor(name, tensor.shape, torch.float32), tensor), name
-    titan_convert(tmp_path, "--to", "hf", tmp_path / "hf")
+    titan_checkpoint("export", tmp_path, tmp_path / "hf")
 
 
 def _save_half(rank, whole, folder, tmp_path):
@@ -198,8 +198,8 @@ def test_config_can_lie_elsewhere(a_run, tmp_path):
     _, run = a_run(tiny())
     (run / "config.json").rename(tmp_path / "elsewhere.json")
     with pytest.raises(ConfigError, match=r"config.json: no such file; .*--config"):
-        titan_convert(run, "--to", "hf", tmp_path / "hf")
-    titan_convert(run, "--to", "hf", tmp_path / "hf", "--config", tmp_path / "elsewhere.json")
+        titan_checkpoint("export", run, tmp_path / "hf")
+    titan_checkpoint("export", run, tmp_path / "hf", "--config", tmp_path / "elsewhere.json")
 
 
 def test_exports_that_cannot_be_are_refused_in_one_line(a_run, tmp_path):
@@ -216,7 +216,7 @@ def test_exports_that_cannot_be_are_refused_in_one_line(a_run, tmp_path):
         (step, "full/file/hf", "cannot be written"),
     ]:
         with pytest.raises(ConfigError, match=message) as error:
-            titan_convert(source, "--to", "hf", tmp_path / target)
+            titan_checkpoint("export", source, tmp_path / target)
         assert "\n" not in str(error.value)
     for changes, message in [
         ({"dim": 128}, r"model.tok_embeddings.weight is \(99, 64\), .* \(99, 128\)"),
@@ -226,10 +226,10 @@ def test_exports_that_cannot_be_are_refused_in_one_line(a_run, tmp_path):
     ]:
         (tmp_path / "other.json").write_text(json.dumps({"model": to_dict(tiny(**changes))}))
         with pytest.raises(ConfigError, match=message):
-            titan_convert(step, "--to", "hf", tmp_path / "hf", "--config", tmp_path / "other.json")
+            titan_checkpoint("export", step, tmp_path / "hf", "--config", tmp_path / "other.json")
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"not the config\.json of a run"):
-        titan_convert(step, "--to", "hf", tmp_path / "hf", "--config", tmp_path / "other.json")
+        titan_checkpoint("export", step, tmp_path / "hf", "--config", tmp_path / "other.json")
     assert not (tmp_path / "hf").exists()
 
 
@@ -238,12 +238,12 @@ def test_a_damaged_checkpoint_is_named(a_run, tmp_path):
     part = next((run / "checkpoints").glob("*/__0_0.distcp"))
     part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
     with pytest.raises(CheckpointError, match=r"model\..* cannot be read; the checkpoint is damaged"):
-        titan_convert(run, "--to", "hf", tmp_path / "hf")
+        titan_checkpoint("export", run, tmp_path / "hf")
     assert not (tmp_path / "hf/config.json").exists()  # so no program can mistake the folder for a complete one
     metadata = part.parent / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r".metadata: cannot be read"):
-        titan_convert(run, "--to", "hf", tmp_path / "hf2")
+        titan_checkpoint("export", run, tmp_path / "hf2")
 
 
 @pytest.mark.parametrize(
@@ -260,12 +260,12 @@ def test_a_damaged_checkpoint_is_named(a_run, tmp_path):
 )
 def test_imports_that_cannot_be_are_refused(key, value, message, a_run, tmp_path):
     _, run = a_run(tiny())
-    titan_convert(run, "--to", "hf", tmp_path / "hf")
+    titan_checkpoint("export", run, tmp_path / "hf")
     file = tmp_path / "hf/config.json"
     changed = json.loads(file.read_text()) | {key: value}
     file.write_text(json.dumps({name: changed[name] for name in changed if changed[name] is not None}))
     with pytest.raises(ConfigError, match=message) as error:
-        titan_convert(tmp_path / "hf", "--from", "hf", tmp_path / "checkpoint")
+        titan_checkpoint("import", tmp_path / "hf", tmp_path / "checkpoint")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "checkpoint").exists()
 

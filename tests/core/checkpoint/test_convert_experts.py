@@ -17,7 +17,7 @@ from titan_hydra.core.models.deepseek_v3.config import DeepSeekV3Config, Yarn
 from titan_hydra.core.models.hf import meta_state
 from titan_hydra.core.models.qwen3_moe.config import Qwen3MoeConfig
 
-from .conversion import assert_transformers_agrees, exported, load, loud_model, some_tokens, titan_convert
+from .conversion import assert_transformers_agrees, exported, load, loud_model, some_tokens, titan_checkpoint
 
 COMMON = {
     "name": "small",
@@ -79,8 +79,8 @@ CONFIGS = {
 
 
 def imported(source, target):
-    """Return the model of a Hugging Face folder, imported by `titan convert`."""
-    titan_convert(source, "--from", "hf", target)
+    """Return the model of a Hugging Face folder, imported by `titan checkpoint import`."""
+    titan_checkpoint("import", source, target)
     return load(build(convert.read_model_config(target), 128), target)
 
 
@@ -133,7 +133,7 @@ def test_biases_of_routers_stay_float32(tmp_path):
         == torch.float32
     )
     assert load_file(folder / "model.safetensors")["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
-    titan_convert(folder, "--from", "hf", tmp_path / "checkpoint", "--dtype", "bfloat16")
+    titan_checkpoint("import", folder, tmp_path / "checkpoint", "--dtype", "bfloat16")
     reader = convert.Reader(tmp_path / "checkpoint")
     bias = model.layers["1"].feed_forward.router.bias
     assert torch.equal(reader.tensor("layers.1.feed_forward.router.bias", bias.shape, torch.float32), bias)
@@ -215,7 +215,7 @@ def float8(tmp_path):
 def test_float8_in_blocks_can_be_read(float8, tmp_path):
     folder, exact = float8
     side = Folder(folder).hf
-    titan_convert(folder, "--from", "hf", tmp_path / "checkpoint", "--dtype", "float32")
+    titan_checkpoint("import", folder, tmp_path / "checkpoint", "--dtype", "float32")
     reader, rounded = convert.Reader(tmp_path / "checkpoint"), 0
     for name, tensor in meta_state(deepseek()).items():
         for theirs, part in side.parts(name, reader.tensor(name, tensor.shape, torch.float32)).items():
@@ -223,7 +223,7 @@ def test_float8_in_blocks_can_be_read(float8, tmp_path):
             rounded += not torch.equal(part, part.bfloat16().float())
     assert rounded > 100
     # if no dtype is given, weights become bfloat16; norms and biases keep their dtype
-    titan_convert(folder, "--from", "hf", tmp_path / "plain")
+    titan_checkpoint("import", folder, tmp_path / "plain")
     entries = convert.Reader(tmp_path / "plain").metadata.state_dict_metadata
     assert entries["model.layers.1.feed_forward.experts.w1"].properties.dtype == torch.bfloat16
     assert entries["model.layers.1.feed_forward.router.bias"].properties.dtype == torch.float32
@@ -255,7 +255,7 @@ def test_the_blocks_that_predict_further_tokens_are_left_out(tmp_path):
     model, folder = exported(deepseek(), tmp_path)
     rewrite(folder, lambda tensors: tensors | {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)})
     with pytest.raises(ConfigError, match=r"model\.layers\.3\.eh_proj\.weight has no place in the model"):
-        titan_convert(folder, "--from", "hf", tmp_path / "checkpoint")
+        titan_checkpoint("import", folder, tmp_path / "checkpoint")
     change(folder, num_nextn_predict_layers=1)
     assert torch.equal(
         imported(folder, tmp_path / "checkpoint").layers["2"].attention.wo.weight, model.layers["2"].attention.wo.weight
@@ -322,7 +322,7 @@ def test_imports_that_cannot_be_are_refused(config, changed, tensors, message, t
     )
     rewrite(folder, tensors)
     with pytest.raises(ConfigError, match=message) as error:
-        titan_convert(folder, "--from", "hf", tmp_path / "checkpoint")
+        titan_checkpoint("import", folder, tmp_path / "checkpoint")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "checkpoint").exists()
 

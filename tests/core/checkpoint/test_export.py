@@ -58,7 +58,7 @@ def run(tmp_path_factory):
 def exported(run):
     before = os.umask(0o027)
     try:
-        assert cli.main(["convert", str(run), "--to", "hf", str(run.parent / "hf"), "--dtype", "float32"]) == 0
+        assert cli.main(["checkpoint", "export", str(run), str(run.parent / "hf"), "--dtype", "float32"]) == 0
     finally:
         os.umask(before)
     return run.parent / "hf"
@@ -184,9 +184,9 @@ def test_files_may_be_read_by_whom_the_umask_lets(exported):
 
 
 def test_the_tokenizer_survives_the_way_there_and_back(exported, tmp_path):
-    assert cli.main(["convert", str(exported), "--from", "hf", str(tmp_path / "imported")]) == 0
+    assert cli.main(["checkpoint", "import", str(exported), str(tmp_path / "imported")]) == 0
     assert (
-        cli.main(["convert", str(tmp_path / "imported"), "--to", "hf", str(tmp_path / "hf"), "--dtype", "float32"]) == 0
+        cli.main(["checkpoint", "export", str(tmp_path / "imported"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
     )
     for file in exported.iterdir():
         assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
@@ -209,7 +209,7 @@ def hf_run(run, tmp_path, path, **beside):
 def test_a_tokenizer_json_is_taken_along_with_what_stands_beside_it(run, tmp_path):
     # relative to the folder in which the run was started
     source = hf_run(run, tmp_path, "tokenizer.json", chat_template="{{ x }}", eos_token="</s>")
-    assert cli.main(["convert", str(source), "--to", "hf", str(tmp_path / "hf")]) == 0
+    assert cli.main(["checkpoint", "export", str(source), str(tmp_path / "hf")]) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs("a a")["input_ids"] == [1, 0, 0] and (theirs.bos_token, theirs.eos_token) == ("<s>", "</s>")
     assert theirs.chat_template == "{{ x }}"
@@ -221,7 +221,7 @@ def test_the_weights_at_the_end_of_a_run_find_its_tokenizer(run, tmp_path):
     shutil.copytree(run / "checkpoints/step-00000010", tmp_path / "run/export")
     (tmp_path / "run/export/config.json").write_text(json.dumps({"model": to_dict(MODEL)}))
     shutil.copy(run / "config.json", tmp_path / "run")
-    assert cli.main(["convert", str(tmp_path / "run/export"), "--to", "hf", str(tmp_path / "hf")]) == 0
+    assert cli.main(["checkpoint", "export", str(tmp_path / "run/export"), str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf/tokenizer.json").exists()
 
 
@@ -229,14 +229,14 @@ def test_a_run_is_found_by_its_hash(run, tmp_path, monkeypatch, capsys):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/name-12345678").symlink_to(run)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["convert", "1234", "--to", "hf", "hf"]) == 0 and (tmp_path / "hf/config.json").exists()
+    assert cli.main(["checkpoint", "export", "1234", "hf"]) == 0 and (tmp_path / "hf/config.json").exists()
     assert generated("name-12345678", capsys, "--max-tokens", "3")
     assert "no such run" in generated("99", capsys, status=2)
 
 
 def test_an_export_without_its_tokenizer_says_so(run, tmp_path, capsys):
     source = hf_run(run, tmp_path, "gone/tokenizer.json")
-    assert cli.main(["convert", str(source), "--to", "hf", str(tmp_path / "hf")]) == 0
+    assert cli.main(["checkpoint", "export", str(source), str(tmp_path / "hf")]) == 0
     _, err = capsys.readouterr()
     assert err.count("\n") == 1 and "gone/tokenizer.json: No such file or directory; the export has no tokenizer" in err
     assert not (tmp_path / "hf/tokenizer.json").exists() and not (tmp_path / "hf/generation_config.json").exists()

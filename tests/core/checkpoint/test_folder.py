@@ -149,7 +149,7 @@ def test_tied_embeddings_are_one_matrix_wherever_weights_are_read(tmp_path):
     head(folder, lambda weight: torch.cat([weight[:-1], weight[-1:] + 1e-3]))
     with pytest.raises(ConfigError, match=r"lm_head.weight differs from the embedding.* tie_word_embeddings=false"):
         load_model(Folder(folder), config, 16, "float32")
-    assert cli.main(["convert", str(folder), "--from", "hf", str(tmp_path / "imported")]) == 2
+    assert cli.main(["checkpoint", "import", str(folder), str(tmp_path / "imported")]) == 2
     assert not (tmp_path / "imported").exists()
 
 
@@ -196,11 +196,14 @@ def test_a_run_its_export_and_transformers_score_alike(name, tmp_path, capsys):
     (tmp_path / "run/config.json").write_text(json.dumps(sections))
     texts = ["The function returns a tensor.", "Every rank reads its own shard.", "x = [1]"]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    assert cli.main(["convert", str(tmp_path / "run"), "--to", "hf", str(tmp_path / "hf")]) == 0
+    assert cli.main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
     capsys.readouterr()
     found = []
     for place in ("run", "hf"):
-        assert cli.main(["score", str(tmp_path / place), str(tmp_path / "texts.jsonl"), "--context", "64"]) == 0
+        assert (
+            cli.main(["generate", "scores", str(tmp_path / place), str(tmp_path / "texts.jsonl"), "--context", "64"])
+            == 0
+        )
         found.append([json.loads(line)["nats"] for line in capsys.readouterr().out.splitlines()])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")

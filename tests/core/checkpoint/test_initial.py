@@ -102,7 +102,7 @@ def test_an_export_is_the_last_weights_and_a_start(whole, run_job, tmp_path):
     assert same(export, {name: tensor.bfloat16().float() for name, tensor in last.items()})
     assert Reader(whole / "export").metadata.state_dict_metadata["model.norm.weight"].properties.dtype == torch.bfloat16
     assert checkpoints.damage(whole / "export") == []
-    assert cli.main(["convert", str(whole / "export"), "--to", "hf", str(tmp_path / "hf")]) == 0
+    assert cli.main(["checkpoint", "export", str(whole / "export"), str(tmp_path / "hf")]) == 0
     job = compose_job(*BASE, "steps=1", "optimizer.lr=0", f"checkpoint.initial_load_path={whole}/export")
     assert check(job) == []
     assert same(weights(checkpoints.newest(run_job(job) / "checkpoints")), export)
@@ -123,7 +123,7 @@ def test_an_export_is_the_last_weights_and_a_start(whole, run_job, tmp_path):
 def test_a_hugging_face_folder_is_a_start_on_any_layout(whole, run_job, tmp_path, layout):
     source = tmp_path / "hf"
     assert (
-        cli.main(["convert", str(whole), "--to", "hf", str(source), "--dtype", "float32", "--max-shard-gb", "0.0005"])
+        cli.main(["checkpoint", "export", str(whole), str(source), "--dtype", "float32", "--max-shard-gb", "0.0005"])
         == 0
     )
     assert len(list(source.glob("*.safetensors"))) > 1
@@ -169,7 +169,7 @@ def test_experts_of_a_hugging_face_folder_are_a_start_on_any_layout(sparse, run_
     if not run.exists():
         run_job(compose_job(*BASE, *SPARSE[family], "steps=2"), run)
         assert (
-            cli.main(["convert", str(run), "--to", "hf", str(source), "--dtype", "float32", "--max-shard-gb", "0.0005"])
+            cli.main(["checkpoint", "export", str(run), str(source), "--dtype", "float32", "--max-shard-gb", "0.0005"])
             == 0
         )
     job = compose_job(
@@ -195,7 +195,7 @@ def test_experts_of_a_hugging_face_folder_are_a_start_on_any_layout(sparse, run_
 
 def test_a_hugging_face_folder_of_another_model_is_refused(whole, run_job, tmp_path):
     source = tmp_path / "hf"
-    assert cli.main(["convert", str(whole), "--to", "hf", str(source)]) == 0
+    assert cli.main(["checkpoint", "export", str(whole), str(source)]) == 0
     for change, words in (
         ("model.rope_theta=1e4", "model.rope_theta is 10000.0 here and 500000.0 there"),
         ("model.n_layers=3", "model.n_layers is 3"),

@@ -14,7 +14,7 @@ from titan_hydra.core.models.init import scale_forward
 from titan_hydra.core.train.generate import load_model
 from titan_hydra.experiments.compose.compose import compose_job
 
-from .conversion import assert_transformers_agrees, loud_model, save_run, some_tokens, titan_convert
+from .conversion import assert_transformers_agrees, loud_model, save_run, some_tokens, titan_checkpoint
 
 SMALL = (
     "model.dim=64",
@@ -53,7 +53,7 @@ def test_an_export_computes_what_the_run_computes(family, tmp_path):
     job = compose_job(*FAMILIES[family], *SMALL)
     assert 1 not in rules_of(job.model, job.parametrization).scales
     model = trained(job, tmp_path / "run")
-    titan_convert(tmp_path / "run", "--to", "hf", tmp_path / "hf", "--dtype", "float32")
+    titan_checkpoint("export", tmp_path / "run", tmp_path / "hf", "--dtype", "float32")
     kind = {"tied": "LlamaForCausalLM", "no latent": "DeepseekV3ForCausalLM"}.get(family, family)
     assert_transformers_agrees(model, tmp_path / "hf", kind)
 
@@ -74,7 +74,7 @@ def test_weights_of_other_scales_are_refused(tmp_path):
     check_scales(checkpoint, rules_of(job.model, job.parametrization))
     with pytest.raises(ConfigError, match="its weights belong to the scales"):
         check_scales(checkpoint, Rules(job.model))
-    titan_convert(checkpoint, "--to", "hf", tmp_path / "hf")
+    titan_checkpoint("export", checkpoint, tmp_path / "hf")
     check_scales(tmp_path / "hf", Rules(job.model))
     with pytest.raises(ConfigError, match="its weights belong to the scales"):
         check_scales(tmp_path / "hf", rules_of(job.model, job.parametrization))

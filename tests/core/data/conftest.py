@@ -66,10 +66,8 @@ def jsonl(texts):
 
 
 def encode(out, *files):
-    """Run `titan tokenizer encode` in this process."""
+    """Run `titan data encode` in this process."""
     assert (
-        cli.main(
-            ["tokenizer", "encode", "--tokenizer", "embedded", "--workers", "1", "--out", str(out), *map(str, files)]
-        )
+        cli.main(["data", "encode", "--tokenizer", "embedded", "--workers", "1", "--out", str(out), *map(str, files)])
         == 0
     )

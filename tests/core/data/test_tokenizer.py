@@ -1,4 +1,4 @@
-"""Test tokenizers, and the `titan tokenizer` command."""
+"""Test tokenizers, and the verbs of `titan data` that make and use them."""
 
 import argparse
 import base64
@@ -26,7 +26,7 @@ from titan_hydra.core.data.embedded import Embedded
 from titan_hydra.core.data.shards import BadShards
 from titan_hydra.core.job.config import schema
 from titan_hydra.core.job.config.files import vocabulary_size
-from titan_hydra.experiments.runs import command_tokenizer as tokenizer_cli
+from titan_hydra.experiments.runs import command_data
 
 EMBEDDED = schema.Tokenizer(name="embedded")
 LOADED = tokenizer.load(EMBEDDED)
@@ -145,14 +145,14 @@ def test_a_missing_file_is_one_line(tmp_path):
 
 
 def run(*arguments):
-    return cli.main(["tokenizer", *map(str, arguments)])
+    return cli.main(["data", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("trained") / "tokenizer.model"
     path.with_name("corpus.txt").write_text("".join(Embedded().pieces))
-    assert run("train", "--vocab", 1500, "--out", path, path.with_name("corpus.txt")) == 0
+    assert run("train-tokenizer", "--vocab", 1500, "--out", path, path.with_name("corpus.txt")) == 0
     return path
 
 
@@ -168,10 +168,10 @@ def test_tiktoken_encodes_as_the_trained_tokenizer_does():
     """The text has every kind of character and code, not only the text from which the merges were learned."""
     corpus = [
         piece.text
-        for _, piece in zip(range(40), tokenizer_cli._texts(argparse.Namespace(files=[]), BadShards()), strict=False)
+        for _, piece in zip(range(40), command_data._texts(argparse.Namespace(files=[]), BadShards()), strict=False)
     ]
-    learnt = tokenizer_cli._train(corpus, 800)
-    bytes_of = tokenizer_cli._bytes_of_ids(learnt)
+    learnt = command_data._train(corpus, 800)
+    bytes_of = command_data._bytes_of_ids(learnt)
     ranks = [bytes([byte]) for byte in range(256)] + [token for _, token in sorted(bytes_of.items()) if len(token) > 1]
     ours = tiktoken.Encoding(
         "test",
@@ -189,11 +189,11 @@ def test_tiktoken_encodes_as_the_trained_tokenizer_does():
 
 def test_train_on_files(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("the cat sat on the mat, the hat on the cat " * 50)
-    assert run("train", "--vocab", 520, "--out", tmp_path / "x.model", tmp_path / "a.txt") == 0
-    assert run("train", "--vocab", 4096, "--out", tmp_path / "y.model", tmp_path / "a.txt") == 2
+    assert run("train-tokenizer", "--vocab", 520, "--out", tmp_path / "x.model", tmp_path / "a.txt") == 0
+    assert run("train-tokenizer", "--vocab", 4096, "--out", tmp_path / "y.model", tmp_path / "a.txt") == 2
     assert "the text is too short for it" in capsys.readouterr().err
     assert not (tmp_path / "y.model").exists()
-    assert run("train", "--vocab", 100, "--out", tmp_path / "y.model") == 2
+    assert run("train-tokenizer", "--vocab", 100, "--out", tmp_path / "y.model") == 2
     assert "--vocab=100" in capsys.readouterr().err
 
 
@@ -210,7 +210,7 @@ def documents(tmp_path):
 
 def test_encode_keeps_order_whatever_the_number_of_workers(tmp_path, documents, monkeypatch):
     paths, texts = documents
-    monkeypatch.setattr(tokenizer_cli, "BATCH_CHARACTERS", 100)  # so small that both workers get many batches
+    monkeypatch.setattr(command_data, "BATCH_CHARACTERS", 100)  # so small that both workers get many batches
     for workers in (1, 2):
         assert (
             run("encode", "--tokenizer", "embedded", "--workers", workers, "--out", tmp_path / f"{workers}.bin", *paths)
@@ -300,7 +300,7 @@ def test_encode_fails_in_one_line_and_leaves_nothing(tmp_path, capsys, change, m
 
 
 @pytest.mark.parametrize("form", ["jsonl", "json", "csv", "parquet"])
-@pytest.mark.parametrize("command", ["encode", "train"])
+@pytest.mark.parametrize("command", ["encode", "train-tokenizer"])
 def test_a_bad_row_costs_this_row_alone(tmp_path, capsys, form, command):
     texts = [f"row {row} " + "naïve text " * row for row in range(9)]
     texts[3:3], file = [None], tmp_path / f"a.{form}"
@@ -336,7 +336,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_old_file(tmp_path):
             sys.executable,
             "-m",
             "titan_hydra.cli",
-            "tokenizer",
+            "data",
             "encode",
             "--workers",
             "1",

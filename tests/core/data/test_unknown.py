@@ -151,7 +151,7 @@ def test_encoding_counts_what_is_unknown(tmp_path, letters, capsys):
     assert (
         cli.main(
             [
-                "tokenizer",
+                "data",
                 "encode",
                 "--tokenizer",
                 str(letters),

@@ -5,7 +5,7 @@ and its norms keep the input's dtype.
 import pytest
 import torch
 
-from tests.core.checkpoint.conversion import assert_transformers_agrees, exported, load, some_tokens, titan_convert
+from tests.core.checkpoint.conversion import assert_transformers_agrees, exported, load, some_tokens, titan_checkpoint
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint import convert
 from titan_hydra.core.models import build, family_of
@@ -58,7 +58,7 @@ def test_transformers_own_folder_can_be_imported(tmp_path):
         .eval()
     )
     theirs.save_pretrained(tmp_path / "hf")
-    titan_convert(tmp_path / "hf", "--from", "hf", tmp_path / "checkpoint")
+    titan_checkpoint("import", tmp_path / "hf", tmp_path / "checkpoint")
     config = convert.read_model_config(tmp_path / "checkpoint")
     assert (type(config), config.head_dim, config.ffn_dim) == (Qwen3Config, 32, 100)
     model = load(build(config, 128), tmp_path / "checkpoint")

@@ -24,7 +24,6 @@ from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.models import build
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.experiments.runs import command_convert as convert_command
 from titan_hydra.instruments.verify.case import LAYOUTS_IN_BF16, case, in_bf16
 from titan_hydra.instruments.verify.command_verify import whole_matrix
 from titan_hydra.instruments.verify.coverage import covered
@@ -314,9 +313,9 @@ def test_convert_goes_both_ways(folder, tmp_path):
     step = tmp_path / "run/checkpoints/step-00000001"
     dcp.save({"model": model.state_dict()}, storage_writer=dcp.FileSystemWriter(step), no_dist=True)
     (tmp_path / "run/config.json").write_text(json.dumps(to_dict(job) | {"tokenizer": None}))
-    convert(tmp_path / "run", "--to", "hf", tmp_path / "hf", "--dtype", "float32")
+    convert("export", tmp_path / "run", tmp_path / "hf", "--dtype", "float32")
     assert json.loads((tmp_path / "hf/config.json").read_text())["power"] == 3
-    convert(tmp_path / "hf", "--from", "hf", tmp_path / "back", "--imports", "squared")
+    convert("import", tmp_path / "hf", tmp_path / "back", "--imports", "squared")
     state = {"model": {name: torch.empty_like(value) for name, value in model.state_dict().items()}}
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "back"), no_dist=True)
     for name, value in model.state_dict().items():
@@ -330,10 +329,11 @@ def test_a_family_without_names_there_is_not_converted(folder, tmp_path):
     dcp.save({"model": {}}, storage_writer=dcp.FileSystemWriter(step), no_dist=True)
     (tmp_path / "config.json").write_text(json.dumps(to_dict(job)))
     with pytest.raises(ConfigError, match=r"model\.family=bare: has no Hugging Face format"):
-        convert(tmp_path, "--to", "hf", tmp_path / "hf")
+        convert("export", tmp_path, tmp_path / "hf")
 
 
-def convert(*words):
+def convert(verb, *words):
     parser = argparse.ArgumentParser()
-    convert_command.add_arguments(parser)
-    assert convert_command.main(parser.parse_args([str(word) for word in words])) == 0
+    add_arguments, main = cli.COMMANDS[f"checkpoint {verb}"].functions()
+    add_arguments(parser)
+    assert main(parser.parse_args([str(word) for word in words])) == 0

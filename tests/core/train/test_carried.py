@@ -48,8 +48,8 @@ def files(folder):
 def test_a_folder_comes_back_with_all_that_it_said(folder, tmp_path):
     ids = tokenizer.load(schema.Tokenizer("hf", str(folder / "tokenizer.json"))).special
     for number, source in enumerate((folder, tmp_path / "out0")):
-        titan("convert", source, "--from", "hf", tmp_path / f"in{number}")
-        titan("convert", tmp_path / f"in{number}", "--to", "hf", tmp_path / f"out{number}")
+        titan("checkpoint", "import", source, tmp_path / f"in{number}")
+        titan("checkpoint", "export", tmp_path / f"in{number}", tmp_path / f"out{number}")
     out = tmp_path / "out1"
     assert files(out) == files(tmp_path / "out0")
     ends = [ids["<|im_end|>"], ids["<|endoftext|>"]]
@@ -118,7 +118,7 @@ def answers(places, capsys):
     found = []
     for place in places:
         capsys.readouterr()
-        titan("chat", place, "--prompt", "3+4?", "--temperature", "0", "--max-tokens", "40")
+        titan("generate", "chat", place, "--prompt", "3+4?", "--temperature", "0", "--max-tokens", "40")
         found.append(capsys.readouterr().out.rstrip("\n"))
     for place in places[1:]:
         pipe = transformers.pipeline("text-generation", model=str(place), device="cpu")
@@ -142,9 +142,9 @@ def test_a_chat_model_answers_and_stops_wherever_it_runs(kind, folder, tiny, run
     if kind == "instruct":
         folder.mkdir()
         instruct.make_words(folder)
-    titan("convert", run, "--to", "hf", tmp_path / "out")
-    titan("convert", tmp_path / "out", "--from", "hf", tmp_path / "in")
-    titan("convert", tmp_path / "in", "--to", "hf", tmp_path / "out2")
+    titan("checkpoint", "export", run, tmp_path / "out")
+    titan("checkpoint", "import", tmp_path / "out", tmp_path / "in")
+    titan("checkpoint", "export", tmp_path / "in", tmp_path / "out2")
     assert files(tmp_path / "out") == files(tmp_path / "out2")
     assert set(answers([run, tmp_path / "out", tmp_path / "out2"], capsys)) == {"It is 7."}
     ids = tokenizer.of_facts(facts_at(run)).special
@@ -231,14 +231,14 @@ def test_files_of_ids_decide_which_tokenizer_is_used(folder, tiny, run_job, tmp_
     titan("generate", run, "--prompt", "3", status=2)
     assert words.sha256 in capsys.readouterr().err
     titan("generate", run, "--prompt", "3", "--max-tokens", "2", "--tokenizer", folder / "tokenizer.json")
-    titan("convert", run, "--to", "hf", tmp_path / "out")
+    titan("checkpoint", "export", run, tmp_path / "out")
     assert "the export has no tokenizer" in capsys.readouterr().err and not (tmp_path / "out/tokenizer.json").exists()
     assert content(tmp_path / "out", "generation_config.json")["eos_token_id"] == words.eos_id
-    titan("convert", run, "--to", "hf", tmp_path / "out", "--replace", "--tokenizer", folder / "tokenizer.json")
+    titan("checkpoint", "export", run, tmp_path / "out", "--replace", "--tokenizer", folder / "tokenizer.json")
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("mine")
-    titan("convert", run, "--to", "hf", tmp_path / "mine", "--replace", status=2)
+    titan("checkpoint", "export", run, tmp_path / "mine", "--replace", status=2)
     assert (tmp_path / "mine/notes.txt").exists() and not [*tmp_path.glob(".*")]
 
     load = f"checkpoint.initial_load_path={run}"

@@ -103,7 +103,7 @@ def test_its_facts_come_back(precision, tied, adapter, own, tiny, run_job, tmp_p
     words += ["tokenizer=hf", f"tokenizer.path={folder}/tokenizer.json", f"checkpoint.initial_load_path={folder}"]
     words += [*MODEL, f"model.tie_embeddings={tied}", f"adapter={adapter}"]
     run, out = run_job(tiny(*words)), tmp_path / "out"
-    assert cli.main(["convert", str(run), "--to", "hf", str(out)]) == 0
+    assert cli.main(["checkpoint", "export", str(run), str(out)]) == 0
     before, after = facts_at(folder), facts_at(out)
     assert (
         after.templates == before.templates
@@ -146,16 +146,16 @@ def test_every_word_uses_its_folder(own, tmp_path, capsys, monkeypatch):
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     words = {
         "generate": ["--prompt", "It", "--max-tokens", "3"],
-        "chat": ["--prompt", "3+4?", "--max-tokens", "3"],
-        "score": [tmp_path / "texts.jsonl"],
-        "score-pairs": [tmp_path / "pairs.jsonl", "--out", tmp_path / "scored.jsonl"],
-        "convert": ["--from", "hf", tmp_path / "back"],
+        "generate chat": ["--prompt", "3+4?", "--max-tokens", "3"],
+        "generate scores": [tmp_path / "texts.jsonl"],
+        "data score-pairs": [tmp_path / "pairs.jsonl", "--out", tmp_path / "scored.jsonl"],
+        "checkpoint import": [tmp_path / "back"],
     }
     for word, others in words.items():
         for imports, status in (([], 2), (["--imports", "own"], 0)):
             FAMILIES.pop("own", None)  # as in a process of its own
             monkeypatch.delitem(sys.modules, "own", raising=False)
-            assert cli.main([word, *imports, str(folder), *map(str, others)]) == status, word
+            assert cli.main([*word.split(), *imports, str(folder), *map(str, others)]) == status, word
             assert status == 0 or "model_type=own" in capsys.readouterr().err
-    assert cli.main(["score", "--imports", "owm", str(folder), str(tmp_path / "texts.jsonl")]) == 2
+    assert cli.main(["generate", "scores", "--imports", "owm", str(folder), str(tmp_path / "texts.jsonl")]) == 2
     assert "--imports" in capsys.readouterr().err

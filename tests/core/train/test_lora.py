@@ -161,7 +161,7 @@ def test_merged_weights_are_the_base_and_the_product(adapted, pretrained):
 
 def test_the_base_may_be_a_hugging_face_folder(adapted, run_job, pretrained, tmp_path):
     """The folder is read when the run starts, when it resumes, and when its adapters are merged."""
-    assert cli.main(["convert", str(pretrained), "--to", "hf", str(tmp_path / "base"), "--dtype", "float32"]) == 0
+    assert cli.main(["checkpoint", "export", str(pretrained), str(tmp_path / "base"), "--dtype", "float32"]) == 0
     layout = ("parallelism=fsdp", "gpus=2", "data.global_batch=4")
     (job, one), (_, other) = adapted(*layout), adapted(*layout, f"checkpoint.initial_load_path={tmp_path / 'base'}")
     assert run_job.losses(one) == run_job.losses(other)
@@ -177,9 +177,12 @@ def test_exports_load_in_transformers_and_peft(adapted, pretrained, tmp_path, ca
     transformers = pytest.importorskip("transformers")
     _, run = adapted("parallelism=single", "adapter.linears=[wq,wo,w2]", "model.vocab_size=4096")
     for source, kind, name in ((pretrained, "hf", "base"), (run, "hf", "merged"), (run, "peft", "peft")):
-        assert cli.main(["convert", str(source), "--to", kind, str(tmp_path / name), "--dtype", "float32"]) == 0, (
-            capsys.readouterr()
-        )
+        assert (
+            cli.main(
+                ["checkpoint", "export", str(source), str(tmp_path / name), "--format", kind, "--dtype", "float32"]
+            )
+            == 0
+        ), capsys.readouterr()
     tokens = torch.randint(4096, (2, 16))
     with torch.no_grad():
         base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -200,7 +203,7 @@ def test_exports_load_in_transformers_and_peft(adapted, pretrained, tmp_path, ca
         beside = peft.PeftModel.from_pretrained(base, tmp_path / "peft")(tokens).logits
     torch.testing.assert_close(beside, merged, rtol=1e-4, atol=1e-5)
     assert cli.main(["generate", str(run), "--prompt", "a", "--max-tokens", "3"]) == 0
-    assert cli.main(["convert", str(pretrained), "--to", "peft", str(tmp_path / "none")]) == 2
+    assert cli.main(["checkpoint", "export", str(pretrained), str(tmp_path / "none"), "--format", "peft"]) == 2
     assert "was trained without adapters; export it with --to hf" in capsys.readouterr().err
 
 
@@ -227,7 +230,7 @@ def test_exports_load_in_transformers_and_peft(adapted, pretrained, tmp_path, ca
         ),
         (
             ["checkpoint.export_dtype=float32"],
-            "checkpoint.export_dtype=float32: adapter=lora is exported by titan convert; nearest legal: null",
+            "checkpoint.export_dtype=float32: adapter=lora is exported by titan checkpoint export; nearest legal: null",
         ),
     ],
 )

@@ -1,5 +1,5 @@
-"""`titan score` gives each text the log-probability of a separate float64 computation, however texts are batched or
-cut.
+"""`titan generate scores` gives each text the log-probability of a separate float64 computation, however texts are batched
+or cut.
 """
 
 import csv
@@ -67,7 +67,7 @@ def losses(weights, ids: list[list[int]]) -> list[list[float]]:
 
 
 def titan(capsys, *words, status=0):
-    assert cli.main(["score", *map(str, words)]) == status
+    assert cli.main(["generate", "scores", *map(str, words)]) == status
     return capsys.readouterr()
 
 
@@ -111,7 +111,7 @@ def test_one_text_in_a_forward_or_all_is_the_same_and_so_is_an_export(run, tmp_p
     rows = [json.loads(line) for line in together.out.splitlines()]
     monkeypatch.setattr(score, "LOGITS", 1)
     alone = [json.loads(line) for line in titan(capsys, run[0] / "checkpoints/step-00000010", file).out.splitlines()]
-    assert cli.main(["convert", str(run[0]), "--to", "hf", str(tmp_path / "hf")]) == 0
+    assert cli.main(["checkpoint", "export", str(run[0]), str(tmp_path / "hf")]) == 0
     capsys.readouterr()
     exported = [json.loads(line) for line in titan(capsys, tmp_path / "hf", file, "--context", 48).out.splitlines()]
     for other in (alone, exported):

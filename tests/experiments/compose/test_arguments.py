@@ -1,6 +1,5 @@
 """Flags of launch.py may stand anywhere on the line, and a wrong one gives one line."""
 
-import importlib
 import os
 import re
 import shlex
@@ -14,6 +13,7 @@ from titan_hydra.core.job.config.files import CONF
 from titan_hydra.core.job.config.ranges import PATH
 from titan_hydra.experiments.compose.arguments import arranged
 from titan_hydra.experiments.compose.overrides import SYNONYMS, mistakes
+from titan_hydra.experiments.runs.completion import candidates
 
 
 @pytest.mark.parametrize(
@@ -62,15 +62,48 @@ def test_a_wrong_flag_is_one_line(arguments, text):
         ("everything", "`titan` lists them"),
         ("train", "did you mean titan run?"),
         ("queue", "did you mean titan status --all?"),
-        ("kill", "did you mean titan cancel?"),
+        ("kill", "did you mean titan stop?"),
+        ("cancel", "did you mean titan stop?"),
         ("retry", "did you mean titan resume?"),
         ("extend", "did you mean titan resume RUN steps=N?"),
-        ("export", "did you mean titan convert?"),
+        ("export", "did you mean titan checkpoint export?"),
+        ("convert", "did you mean titan checkpoint export?"),
+        ("track", "did you mean titan report RUN --to TRACKER?"),
+        ("score", "did you mean titan generate scores?"),
+        ("tokenizer", "did you mean titan data train-tokenizer?"),
+        ("encode", "did you mean titan data encode?"),
+        ("completion", "did you mean titan --completion SHELL?"),
     ],
 )
 def test_titan_suggests_a_word(word, hint, capsys):
     assert cli.main([word, "--json"]) == 2
     assert capsys.readouterr().err == f"titan {word}: no such command; {hint}\n"
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if " " in name])
+def test_a_verb_alone_names_its_word(name, capsys):
+    """An unknown word that is a verb of some word, of a recipe or an instrument too, is answered with a line of titan."""
+    verb = name.split()[1]
+    if verb in cli.words_alone(cli.COMMANDS) or any(verb in words.split() for words in cli.ELSEWHERE):
+        return
+    assert cli.main([verb, "x"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(rf"did you mean titan [a-z]+ {verb}\?$", line)
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("checkpoint", "titan checkpoint: which? one of ls, "),
+        ("checkpoint prun c992", "titan checkpoint prun: no such verb; did you mean titan checkpoint prune?"),
+        ("cluster --force", "titan cluster --force: no such verb; one of init, check"),
+        ("data /no", "titan data /no: no such verb; one of "),
+    ],
+)
+def test_a_word_without_its_verb_is_one_line(line, text, capsys):
+    assert cli.main(line.split()) == 2
+    out, error = capsys.readouterr()
+    assert not out and error.startswith(text) and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
@@ -79,32 +112,57 @@ def test_the_list_of_words_fits_the_terminal(width, monkeypatch, capsys):
     for line in (["--help"], [], ["help"]):
         assert cli.main(line) == 0
         text = capsys.readouterr().out
-        assert max(map(len, text.splitlines()[1:])) <= width
-        heads = [line for line in text.splitlines()[1:] if line and not line.startswith(" ")]
+        assert max(map(len, text.splitlines()[1:-1])) <= width
+        heads = [line for line in text.splitlines()[1:-1] if line and not line.startswith(" ")]
         assert heads == list(cli.GROUPS)
-        assert all(re.search(rf"^  {name} ", text, re.M) for name in cli.COMMANDS)
+        for name in cli.COMMANDS:
+            assert re.search(rf"^  {name} " if " " not in name else rf"\b{name.split()[1]}\b", text, re.M)
 
 
-@pytest.mark.parametrize("word", [word for word in cli.COMMANDS if word != "run"])
-def test_the_help_of_a_word_has_examples_of_options_that_exist(word, monkeypatch, capsys):
-    """The examples are parsed by the word's own parser."""
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "run"])
+def test_the_help_of_a_word_has_examples_of_options_that_exist(name, monkeypatch, capsys):
+    """The examples are parsed by the parser of the word, or of the word and its verb."""
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as ended:
-        cli.main([word, "--help"])
+    try:
+        status = cli.main([*name.split(), "--help"])
+    except SystemExit as ended:
+        status = ended.code
     text = capsys.readouterr().out
-    assert ended.value.code == 0 and max(map(len, text.partition("examples:")[0].splitlines())) <= 80
-    assert len(cli.COMMANDS[word].examples) >= 2
-    for line in cli.COMMANDS[word].examples:
+    assert status == 0 and max(map(len, text.partition("examples:")[0].splitlines())) <= 80
+    assert cli.main(["help", *name.split()]) == 0 if not cli.COMMANDS[name].place else True
+    assert len(cli.COMMANDS[name].examples) >= 2
+    for line in cli.COMMANDS[name].examples:
         assert line in text
-        parts = shlex.split(line.removeprefix('eval "$(').removesuffix(')"'))
-        assert parts[:2] == ["titan", word]
-        command = importlib.import_module(cli.COMMANDS[word].module)
-        cli._arguments(command, parts[1:])
+        first, *parts = shlex.split(line)
+        assert first == "titan" and parts[0] == name.split()[0]
+        chosen, rest = cli.chosen_word(parts)
+        assert chosen == name or not cli.COMMANDS[name].place
+        cli._arguments(chosen, rest)
+
+
+def test_completion_knows_verbs():
+    for words, found in (
+        ("", cli.words_alone(cli.COMMANDS)),
+        ("checkpoint ", ["ls", "verify", "prune", "export", "import"]),
+    ):
+        assert [*candidates(words.split(" "), cli.COMMANDS)] == found
+    assert "--vocab" in candidates(["data", "train-tokenizer", "--"], cli.COMMANDS)
+    assert "hf" in candidates(["checkpoint", "export", "a", "b", "--format", ""], cli.COMMANDS)
+    assert "scores" in candidates(["generate", "s"], cli.COMMANDS)  # or a run
+    assert not [*candidates(["checkpoint", "nothing", ""], cli.COMMANDS)]
 
 
 def test_examples_compose():
-    """The overrides that the examples of run, plan and verify give are of known keys and options."""
-    for word in ("run", "plan", "verify"):
+    """The overrides that examples give are of known keys and options."""
+    words = (
+        "run",
+        "plan",
+        "verify",
+        "data show",
+        "cluster check",
+        *(w for w in cli.COMMANDS if "rates " in w),
+    )
+    for word in (word for word in words if word in cli.COMMANDS):
         for line in cli.COMMANDS[word].examples:
             overrides = [part for part in shlex.split(line) if "=" in part and not part.startswith("-")]
             assert not mistakes([part.replace("gpus=64,128,256", "gpus=64") for part in overrides], [CONF])

@@ -58,7 +58,7 @@ def test_its_runs_are_followed_cancelled_and_resumed(niced):
         file.write("# edited while it runs\n")
     (cell,) = json.loads(titan(niced, "status", "--json").stdout)["cells"]
     assert (cell["state"], cell["damage"], cell["refused"]) == ("running", None, None)
-    done = titan(niced, "cancel", "--yes")
+    done = titan(niced, "stop", "--yes")
     assert done.returncode == 0 and "asked all 2 ranks to save and stop" in done.stdout, done.stdout + done.stderr
     assert running.wait(120) == 75, running.stderr.read()
     (cell,) = json.loads(titan(niced, "status", "--json").stdout)["cells"]
@@ -78,7 +78,7 @@ def test_its_runs_are_followed_cancelled_and_resumed(niced):
         (cell,) = json.loads(titan(niced, "status", "--json").stdout)["cells"]
         if not one["here"]:
             assert cell["state"] == "unknown" and "there is no module niced" in cell["refused"]
-            refused = titan(niced, "cancel", "--yes")
+            refused = titan(niced, "stop", "--yes")
             assert refused.returncode == 1 and "there is no module niced" in refused.stderr
     (niced.run_directory / "result.json").write_text('{"status": "done"}')
     assert [cell["state"] for cell in json.loads(titan(niced, "status", "--json").stdout)["cells"]] == ["done"]

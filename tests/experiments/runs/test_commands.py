@@ -15,7 +15,6 @@ from titan_hydra import cli
 from titan_hydra.core.base.text import table
 from titan_hydra.core.job.config.fault import quoted
 from titan_hydra.experiments.report import command_compare as compare
-from titan_hydra.experiments.runs import command_track as track
 from titan_hydra.experiments.runs import view
 
 BUG = 'if self.job.seed == 2: raise ValueError("unlucky rank")'
@@ -111,11 +110,11 @@ def test_compare_shows_what_differs_and_nothing_else(swept, titan):
 def test_status_of_all_send_and_completion(swept, titan):
     (line,) = titan("status", "--all")[1].splitlines()[1:]
     assert line.startswith("seed-") and "1 done, 1 failed" in line  # the runs of a sweep have no lines of their own
-    assert "nothing to send" in titan("track", "--send")[1]
-    assert titan("completion", f"--words=logs {run_of(swept, 1)[1][:6]}")[1].split() == [run_of(swept, 1)[1]]
-    assert titan("completion", "--words=logs --g")[1].split() == ["--guilty"]
-    assert titan("completion", "--words=can")[1].split() == ["cancel"]
-    assert titan("completion", "--words=resume --only o")[1].split() == ["oom"]
+    assert "nothing to send" in titan("report", "--send")[1]
+    assert titan(f"--completion-words=logs {run_of(swept, 1)[1][:6]}")[1].split() == [run_of(swept, 1)[1]]
+    assert titan("--completion-words=logs --g")[1].split() == ["--guilty"]
+    assert titan("--completion-words=sto")[1].split() == ["stop"]
+    assert titan("--completion-words=resume --only o")[1].split() == ["oom"]
 
 
 def test_what_nobody_can_mean_is_one_line(swept, titan):
@@ -178,11 +177,11 @@ def test_cancel_stops_a_running_cell_as_ctrl_c_would(launcher, monkeypatch, caps
     process = launcher.start("-m", *launcher.ENDLESS, "gpus=2", "seed=1,2")
     launcher.wait_for_step()
     monkeypatch.chdir(launcher.folder)
-    assert cli.main(["cancel"]) == 2  # there is no terminal for the question
+    assert cli.main(["stop"]) == 2  # there is no terminal for the question
     assert "--yes" in capsys.readouterr().err
     assert cli.main(["status"]) == 0
     out = capsys.readouterr().out
-    assert "1 running" in out and "to go" in out and "titan cancel" in out
+    assert "1 running" in out and "to go" in out and "titan stop" in out
     follower = subprocess.Popen(
         [sys.executable, "-m", "titan_hydra.cli", "logs", "seed=1", "-f"],
         cwd=launcher.folder,
@@ -192,7 +191,7 @@ def test_cancel_stops_a_running_cell_as_ctrl_c_would(launcher, monkeypatch, caps
         text=True,
     )
     assert "running, attempt 1" in follower.stderr.readline()
-    assert cli.main(["cancel", "--yes"]) == 0
+    assert cli.main(["stop", "--yes"]) == 0
     assert "asked its launcher to save and stop" in capsys.readouterr().out
     out, err = process.communicate(timeout=300)
     assert process.returncode == 143 and "asking all 2 ranks" in out, err
@@ -277,16 +276,16 @@ def test_send_takes_all_runs_and_ends_when_nobody_answers(tmp_path, monkeypatch,
     for folder in waiting:
         folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["track", "--send", "--dry"]) == 0
+    assert cli.main(["report", "--send", "--dry"]) == 0
     assert sorted(capsys.readouterr().out.split()) == [str(folder) for folder in waiting]
-    assert cli.main(["track", "swept", "--send", "--dry"]) == 0 and "nothing to send" in capsys.readouterr().out
+    assert cli.main(["report", "swept", "--send", "--dry"]) == 0 and "nothing to send" in capsys.readouterr().out
     with socket.socket() as silent:  # accepts the connection and sends nothing
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("WANDB_BASE_URL", address)
-        monkeypatch.setattr(track, "LIMIT", 0.2)
-        assert cli.main(["track", "--send"]) == 1
+        monkeypatch.setattr("titan_hydra.experiments.runs.copies.LIMIT", 0.2)
+        assert cli.main(["report", "--send"]) == 1
     assert capsys.readouterr().err == f"wandb cannot be reached: {address}: timed out; nothing was sent\n"
 
 

@@ -341,14 +341,14 @@ COMMANDS = [
     ("compare", "fine", HURT),
     ("resume", "--only", "oom"),
     ("resume", "runs", "--only", "time"),
-    ("cancel", "--yes"),
-    ("cancel", "runs", "--yes"),
-    ("cancel", "--help"),
-    ("track", "--send", "--dry"),
-    ("track", "runs", "--send", "--dry"),
+    ("stop", "--yes"),
+    ("stop", "runs", "--yes"),
+    ("stop", "--help"),
+    ("report", "--send", "--dry"),
+    ("report", "runs", "--send", "--dry"),
     ("logs", HURT, "--hang"),
     ("checkpoint", "ls", HURT),
-    ("completion", "--words=status "),
+    ("--completion-words=status ",),
 ]
 PLOTTED = ("metrics", "result NaN", "result zeros")  # files that plots read; drawing takes most of the time
 

@@ -64,7 +64,7 @@ def test_plan_prints_one_document(two_runs):
     assert document(two_runs, *words, "gpus=8", "--cell", "data.local_batch=64", status=2)["fits"] == "no"
     assert "rules" in document(two_runs, *words, "gpus=8", "--why", "parallelism=fsdp_tp")
     (two_runs.folder / "conf").mkdir()  # else --into writes into the package
-    fit = document(two_runs, "plan", "hardware=cpu", "--json", "--into", "ours", "--calibrate", "seed=1")
+    fit = document(two_runs, "rates", "calibrate", "hardware=cpu", "--json", "--into", "ours", "--from", "seed=1")
     assert fit["runs"][0]["step_seconds"] > 0 and (two_runs.folder / "conf/hardware/ours.yaml").is_file()
 
 
@@ -73,7 +73,6 @@ def test_plan_prints_one_document(two_runs):
     [
         (("status", "-f", "--json"), "--json: prints one document, and --follow goes on"),
         (("report", "--csv", "--json"), "--json: prints one document, and --csv another"),
-        (("plan", "gpus=8", "--tune", "2", "--json"), "--json: --tune prints the progress of its runs"),
     ],
 )
 def test_what_has_no_single_document_is_refused_in_one_line(two_runs, words, reason):

@@ -58,7 +58,7 @@ def lab(tmp_path_factory):
         ["logs", "mine"],
         ["resume"],
         ["resume", "mine", "steps=4"],
-        ["cancel"],
+        ["stop"],
         ["compare", "mine", "theirs"],
         ["launch.py", "debug=tiny", "steps=2", "checkpoint=off", "gpus=1", "name=mine"],
         ["launch.py", "debug=tiny", "launch.mode=dry"],

@@ -128,7 +128,7 @@ def test_a_run_whose_recorded_host_is_damaged_runs_here(tmp_path):
 
 
 def test_a_job_is_known_by_its_token_too():
-    """One digit of the recorded id would name another job, which `titan cancel` would then cancel."""
+    """One digit of the recorded id would name another job, which `titan stop` would then cancel."""
     mine, other = squeue.SlurmJob("7_1", "RUNNING", name="a-abc"), squeue.SlurmJob("8_1", "RUNNING", name="b-def")
     queue, owner = Queue({job.id: job for job in (mine, other)}), SLURM_OWNER | {"index": 1}
     assert squeue.find_job(queue, owner | {"job_id": "7_1"}) == mine

@@ -1,4 +1,4 @@
-"""`titan track` copies all that a finished run has recorded to TensorBoard and wandb; the keys of metrics.wandb reach
+"""`titan report` copies all that a finished run has recorded to TensorBoard and wandb; the keys of metrics.wandb reach
 wandb.
 """
 
@@ -45,7 +45,7 @@ def scalars(directory):
 
 def test_tensorboard_has_all_that_was_recorded_once(run, capsys):
     for _ in range(2):
-        assert cli.main(["track", str(run), "--to", "tensorboard"]) == 0
+        assert cli.main(["report", str(run), "--to", "tensorboard"]) == 0
     assert f"tensorboard --logdir {run.parent}" in capsys.readouterr().out
     assert scalars(run) == {
         "loss": [(1, 8.0), (2, 7.0), (4, 5.0)],
@@ -57,10 +57,10 @@ def test_tensorboard_has_all_that_was_recorded_once(run, capsys):
 
 def test_wandb_has_all_that_was_recorded_and_what_its_keys_say(run, capsys):
     assert (
-        cli.main(["track", str(run), "--to", "wandb", "metrics.wandb.tags=[wsd,small]", "metrics.wandb.entity=team"])
+        cli.main(["report", str(run), "--to", "wandb", "metrics.wandb.tags=[wsd,small]", "metrics.wandb.entity=team"])
         == 0
     )
-    assert "titan track " in capsys.readouterr().out
+    assert "titan report " in capsys.readouterr().out
     wandb.teardown()  # wandb's service writes the file at its end, if not before
     (file,) = run.glob("wandb/offline-run-*/*.wandb")
     logged: dict[int, dict] = {}
@@ -81,7 +81,7 @@ def test_wandb_has_all_that_was_recorded_and_what_its_keys_say(run, capsys):
 
 def test_what_cannot_be_is_one_line(run, capsys, monkeypatch):
     def refused(*words):
-        status = cli.main(["track", str(run), *words])
+        status = cli.main(["report", str(run), *words])
         err = capsys.readouterr().err
         assert err.count("\n") == 1
         return int(status), err
@@ -102,7 +102,7 @@ def test_a_damaged_run_does_not_stop_the_others(run, capsys):
     damaged = run.with_name("other-12345678")
     damaged.mkdir()
     (damaged / "config.json").write_text("{")
-    assert cli.main(["track", str(run.parent), "--to", "tensorboard"]) == 2
+    assert cli.main(["report", str(run.parent), "--to", "tensorboard"]) == 2
     out, err = capsys.readouterr()
     assert f"{run.name}: copied to tensorboard" in out and err.startswith("other-12345678: ") and err.count("\n") == 1
     assert scalars(run)["loss"] == [(1, 8.0), (2, 7.0), (4, 5.0)]

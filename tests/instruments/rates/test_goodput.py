@@ -1,4 +1,4 @@
-"""Test `titan plan --goodput`: the formulas agree with simulated failures, and the output explains them."""
+"""Test `titan rates goodput`: the formulas agree with simulated failures, and the output explains them."""
 
 import json
 
@@ -16,7 +16,6 @@ from titan_hydra.instruments.rates.goodput import (
 
 RUNS = 10_000
 JOB = [
-    "--goodput",
     "model=llama3_8b",
     "data=synthetic",
     "hardware=h100",
@@ -139,7 +138,7 @@ def test_no_interval_is_much_better_than_dalys(regime):
 
 
 def plan(capsys, *words: str) -> tuple[int, str, str]:
-    status = cli.main(["plan", *JOB, *words])
+    status = cli.main(["rates", "goodput", *JOB, *words])
     return status, *capsys.readouterr()
 
 

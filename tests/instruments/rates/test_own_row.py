@@ -1,4 +1,4 @@
-"""`titan report --row` writes a run of ours in the form of a published row. `titan plan --score` predicts the same for
+"""`titan report --row` writes a run of ours in the form of a published row. `titan rates score` predicts the same for
 this row as for the run's own job.
 """
 

@@ -1,4 +1,4 @@
-"""`titan plan --calibrate`, `titan plan --tune` and `titan report --predicted` on real runs of a tiny model on this machine's
+"""`titan rates calibrate`, `titan rates tune` and `titan report --predicted` on real runs of a tiny model on this machine's
 CPU.
 """
 
@@ -29,7 +29,9 @@ def tuned(tmp_path_factory):
     """Return a folder with a tuned sweep, and what was printed."""
     folder = tmp_path_factory.mktemp("tuned")
     (folder / "conf").mkdir()
-    return folder, titan(folder, "plan", *LINE, "--gpus", "2", "--tune", "2", "--steps", "4", "--into", "here")
+    return folder, titan(
+        folder, "rates", "tune", *LINE, "--gpus", "2", "--layouts", "2", "--steps", "4", "--into", "here"
+    )
 
 
 def test_tune_runs_calibrates_and_keeps_the_rates(tuned):
@@ -47,7 +49,7 @@ def test_tune_runs_calibrates_and_keeps_the_rates(tuned):
 def test_the_same_command_goes_on_where_it_stopped(tuned):
     folder, _ = tuned
     results = {file: file.stat().st_mtime for file in (folder / "runs").glob("*/result.json")}
-    again = titan(folder, "plan", *LINE, "--gpus", "2", "--tune", "2", "--steps", "4")
+    again = titan(folder, "rates", "tune", *LINE, "--gpus", "2", "--layouts", "2", "--steps", "4")
     assert again.returncode == 0 and again.stdout.count("\nfastest: gpus=2") == 1
     assert {file: file.stat().st_mtime for file in (folder / "runs").glob("*/result.json")} == results
 
@@ -67,7 +69,7 @@ def test_runs_are_written_as_rows_that_the_score_reads(tuned, tmp_path):
     folder, _ = tuned
     rows = titan(folder, "report", "--row").stdout
     (tmp_path / "rows.yaml").write_text(rows)
-    scored = json.loads(titan(folder, "plan", "--score", str(tmp_path / "rows.yaml"), "--json").stdout)
+    scored = json.loads(titan(folder, "rates", "score", str(tmp_path / "rows.yaml"), "--json").stdout)
     assert len(scored["rows"]) == rows.count("- id: ") >= 2 and scored["skipped"] == {}
 
 
@@ -91,10 +93,10 @@ def test_a_run_slower_than_predicted_is_flagged(tuned):
 
 def test_calibrate_prints_residuals_and_writes_once(tuned):
     folder, _ = tuned
-    done = titan(folder, "plan", *LINE, "--calibrate", "tune", "--into", "mine")
+    done = titan(folder, "rates", "calibrate", *LINE, "--from", "tune", "--into", "mine")
     assert done.returncode == 0 and "residual" in done.stdout and "of another length parts them" in done.stdout
     text = (folder / "conf/hardware/mine.yaml").read_text()
-    again = titan(folder, "plan", *LINE, "--calibrate", "tune", "--into", "mine")
+    again = titan(folder, "rates", "calibrate", *LINE, "--from", "tune", "--into", "mine")
     assert (again.returncode, again.stdout) == (2, "") and (folder / "conf/hardware/mine.yaml").read_text() == text
     assert again.stderr == "--into=mine: conf/hardware/mine.yaml already exists; nearest legal: mine_2\n"
     planned = titan(folder, "plan", *LINE[:-1], "hardware=mine", "gpus=2", "--cell", "--config-dir", "conf")
@@ -104,35 +106,34 @@ def test_calibrate_prints_residuals_and_writes_once(tuned):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["plan", *LINE, "--calibrate", "nowhere"], "nowhere: no such run or sweep in "),
+        (["rates", "calibrate", *LINE, "--from", "nowhere"], "nowhere: no such run or sweep in "),
         (
-            ["plan", *LINE, "--into", "x"],
-            "--into x: needs --calibrate RUN... or --tune K: only rates that were fitted are written",
-        ),
-        (
-            ["plan", *LINE, "--calibrate", "tune", "--into", "a b"],
+            ["rates", "calibrate", *LINE, "--from", "tune", "--into", "a b"],
             "--into a b: cannot be typed as hardware=NAME; letters, digits, _ and - can",
         ),
         (
-            ["plan", *LINE, "--calibrate", "unfinished-00000000"],
+            ["rates", "calibrate", *LINE, "--from", "unfinished-00000000"],
             "no finished run with a measured speed among unfinished-00000000",
         ),
         (
             ["plan", *LINE, "--gpus", "2", "--prove", "0"],
             "--prove=0: is the number of layouts to count, at least 1; nearest legal: 1",
         ),
-        (["plan", *LINE, "--tune", "4"], "gpus=null: a search needs the number of GPUs, such as gpus=64"),
-        (["plan", *LINE, "--gpus", "0", "--tune", "4"], "--gpus=0: a job needs at least one; nearest legal: 1"),
+        (["rates", "tune", *LINE, "--layouts", "4"], "gpus=null: a search needs the number of GPUs, such as gpus=64"),
         (
-            ["plan", *LINE, "--gpus", "2", "--tune", "0"],
-            "--tune=0: is the number of layouts to compare, at least 2; nearest legal: 2",
+            ["rates", "tune", *LINE, "--gpus", "0", "--layouts", "4"],
+            "--gpus=0: a job needs at least one; nearest legal: 1",
         ),
         (
-            ["plan", *LINE, "--gpus", "2", "--tune", "4", "--steps", "1"],
+            ["rates", "tune", *LINE, "--gpus", "2", "--layouts", "0"],
+            "--layouts=0: is the number of layouts to compare, at least 2; nearest legal: 2",
+        ),
+        (
+            ["rates", "tune", *LINE, "--gpus", "2", "--layouts", "4", "--steps", "1"],
             "--steps=1: the first ones are not measured; nearest legal: 3",
         ),
         (
-            ["plan", *LINE, "--gpus", "2", "--tune", "4", "--into", "here"],
+            ["rates", "tune", *LINE, "--gpus", "2", "--layouts", "4", "--into", "here"],
             "--into=here: conf/hardware/here.yaml already exists; nearest legal: here_2",
         ),
     ],
@@ -182,7 +183,8 @@ def test_the_predicted_winner_is_among_the_measured_best_two(tmp_path):
     """The eight layouts of the debug model run on two gloo ranks."""
     done = titan(
         tmp_path,
-        "plan",
+        "rates",
+        "tune",
         "model=llama3_debug",
         "data=synthetic",
         "data.seq_len=256",
@@ -190,7 +192,7 @@ def test_the_predicted_winner_is_among_the_measured_best_two(tmp_path):
         "hardware=cpu",
         "--gpus",
         "2",
-        "--tune",
+        "--layouts",
         "8",
     )
     assert done.returncode == 0, done.stderr[-2000:]

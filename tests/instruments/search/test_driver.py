@@ -142,7 +142,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(searches, words, line):
     assert not (searches.folder / "runs").exists()
 
 
-@pytest.mark.parametrize("asked", ["by a signal", "by titan cancel"])
+@pytest.mark.parametrize("asked", ["by a signal", "by titan stop"])
 def test_a_search_stops_while_the_parent_of_its_ranks_still_starts(searches, monkeypatch, asked):
     """Until the ranks run, the attempt is the driver's own, and the driver lives: the attempt must not count as active."""
     start = "titan_hydra.experiments.launch.executors.ranks.start"

@@ -234,12 +234,24 @@ def test_from_the_command_line_to_an_answer(tmp_path, capsys):
     directory = next(path for path in tmp_path.iterdir() if not path.name.startswith("_"))
     capsys.readouterr()
     assert (
-        cli.main(["chat", str(directory), "--prompt", "What is 3 + 4?", "--temperature", "0", "--max-tokens", "30"])
+        cli.main(
+            [
+                "generate",
+                "chat",
+                str(directory),
+                "--prompt",
+                "What is 3 + 4?",
+                "--temperature",
+                "0",
+                "--max-tokens",
+                "30",
+            ]
+        )
         == 0
     )
     answer = capsys.readouterr().out
     assert answer.strip() and "<|" not in answer and "What is 3 + 4?" not in answer
-    assert cli.main(["convert", str(directory), "--to", "hf", str(tmp_path / "exported")]) == 0
+    assert cli.main(["checkpoint", "export", str(directory), str(tmp_path / "exported")]) == 0
     assert "<|start_header_id|>" in (tmp_path / "exported/chat_template.jinja").read_text()
 
 
@@ -249,7 +261,7 @@ def test_the_validations_of_the_embedded_conversations_are_short():
 
 def test_the_old_word_names_the_new_one(capsys):
     assert cli.main(["generate", "run", "--chat", "--prompt", "What is 3 + 4?"]) == 2
-    assert capsys.readouterr().err == "titan generate --chat: is `titan chat` now\n"
+    assert capsys.readouterr().err == "titan generate --chat: is `titan generate chat` now\n"
 
 
 def test_the_template_is_that_of_the_heaviest_source_with_one(tmp_path):

@@ -38,6 +38,7 @@ def folder(tmp_path_factory):
         rows.append({"image": f"{number}.png", "caption": caption})
     (folder / "images.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = [
+        "data",
         "encode-images",
         str(folder / "images.jsonl"),
         "--encoders",
@@ -95,7 +96,7 @@ def test_a_run_on_them_draws_with_the_same_encoders(folder, run_job, tmp_path, c
             "validation.steps=1",
         )
     )
-    words = ["sample", str(run), "--prompt", "a red circle", "--steps", "2", "--to", str(tmp_path)]
+    words = ["generate", "images", str(run), "--prompt", "a red circle", "--steps", "2", "--to", str(tmp_path)]
     assert cli.main(words) == 2
     assert "name the folder with --encoders" in capsys.readouterr().err
     assert cli.main([*words, "--encoders", str(folder / "encoders")]) == 0
@@ -106,7 +107,7 @@ def test_what_does_not_fit_is_one_line(folder, tmp_path, capsys):
     for words, line in (
         (
             ["data.path=" + str(tmp_path)],
-            f"data.path={tmp_path}: has no complete images.json; `titan encode-images` writes it last",
+            f"data.path={tmp_path}: has no complete images.json; `titan data encode-images` writes it last",
         ),
         (["validation=on"], "data.validation_path=null: validation=on with data=encoded_images needs it"),
         (["data.path=null"], "data.path=null: data=encoded_images needs it"),
@@ -123,6 +124,7 @@ def test_what_does_not_fit_is_one_line(folder, tmp_path, capsys):
         compose_job("data=image_files", *MODEL, f"data.path={tmp_path / 'none.jsonl'}")
     assert str(error.value) == "data.encoders=null: data=image_files needs it"
     words = [
+        "data",
         "encode-images",
         str(tmp_path / "none.jsonl"),
         str(tmp_path / "out"),

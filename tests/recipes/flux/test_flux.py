@@ -123,10 +123,8 @@ def test_it_computes_what_diffusers_computes_and_weights_go_there_and_back(guide
         scale = parameter.grad.abs().max().item()
         torch.testing.assert_close(parameter.grad, gradients.pop(names.name(name)), rtol=1e-4, atol=1e-5 * scale)
     assert not gradients
-    assert cli.main(["convert", str(tmp_path / "transformer"), "--from", "hf", str(tmp_path / "ours")]) == 0
-    assert (
-        cli.main(["convert", str(tmp_path / "ours"), "--to", "hf", str(tmp_path / "back"), "--dtype", "float32"]) == 0
-    )
+    assert cli.main(["checkpoint", "import", str(tmp_path / "transformer"), str(tmp_path / "ours")]) == 0
+    assert cli.main(["checkpoint", "export", str(tmp_path / "ours"), str(tmp_path / "back"), "--dtype", "float32"]) == 0
     before, after = (
         load_file(tmp_path / folder / "diffusion_pytorch_model.safetensors") for folder in ("transformer", "back")
     )

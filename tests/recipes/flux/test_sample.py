@@ -1,4 +1,4 @@
-"""Test `titan sample`: Euler steps from noise to the image, guidance, PNG files."""
+"""Test `titan generate images`: Euler steps from noise to the image, guidance, PNG files."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,8 @@ def test_a_run_draws_its_prompts(run_job, tmp_path, capsys):
         compose_job("experiment=flux_laptop", "gpus=1", "steps=1", "data.local_batch=2", "validation.steps=1")
     )
     words = [
-        "sample",
+        "generate",
+        "images",
         str(run),
         "--prompt",
         "a red circle",

@@ -240,7 +240,7 @@ def test_what_cannot_hold_is_one_line(pairs, words, line):
         ),
         (
             {"prompt": "q", "chosen": "a", "rejected": "b"},
-            "'ref_chosen_logps' is None, not a number: `titan score-pairs` adds the reference's log-probabilities",
+            "'ref_chosen_logps' is None, not a number: `titan data score-pairs` adds the reference's log-probabilities",
         ),
     ],
 )
@@ -281,9 +281,11 @@ def test_a_reference_scores_its_own_pairs_and_training_prefers(tiny, run_job, tm
     plain, scored = tmp_path / "plain.jsonl", tmp_path / "scored.jsonl"
     rows = [{"prompt": row[:-1], "chosen": row[-1:], "rejected": "No."} for row in conversations()[:24]]
     plain.write_text("".join(json.dumps(row) + "\n" for row in (*rows[:5], {"prompt": "no answer"}, *rows[5:])))
-    assert cli.main(["score-pairs", str(reference), str(plain), "--out", str(scored)]) == 2
+    assert cli.main(["data", "score-pairs", str(reference), str(plain), "--out", str(scored)]) == 2
     assert f"{plain}:6: " in (printed := capsys.readouterr().err) and printed.endswith("--max-bad-rows=0\n")
-    assert cli.main(["score-pairs", str(reference), str(plain), "--out", str(scored), "--max-bad-rows", "1"]) == 0
+    assert (
+        cli.main(["data", "score-pairs", str(reference), str(plain), "--out", str(scored), "--max-bad-rows", "1"]) == 0
+    )
     printed = capsys.readouterr()
     assert printed.out == f"{scored}: 24 pairs; 1 row left out\n" and f"left out: {plain}:6: " in printed.err
     trained = run_job(
@@ -299,9 +301,9 @@ def test_a_reference_scores_its_own_pairs_and_training_prefers(tiny, run_job, tm
     )
     losses = run_job.losses(trained)
     assert losses[1] == pytest.approx(math.log(2), abs=1e-5) and losses[12] < 0.35
-    assert cli.main(["convert", str(trained), "--to", "hf", str(tmp_path / "hf")]) == 0
+    assert cli.main(["checkpoint", "export", str(trained), str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf/chat_template.jinja").exists() and capsys.readouterr()
-    assert cli.main(["score-pairs", str(reference), str(plain), "--out", str(scored)]) == 2
+    assert cli.main(["data", "score-pairs", str(reference), str(plain), "--out", str(scored)]) == 2
     assert capsys.readouterr().err == f"--out={scored}: exists already\n"
 
 
@@ -320,7 +322,7 @@ def test_a_sparse_reference_is_read_with_the_biases_of_its_routers(tiny, run_job
     plain, scored = tmp_path / "plain.jsonl", tmp_path / "scored.jsonl"
     rows = [{"prompt": row[:-1], "chosen": row[-1:], "rejected": "No."} for row in conversations()[:8]]
     plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert cli.main(["score-pairs", str(reference), str(plain), "--out", str(scored)]) == 0
+    assert cli.main(["data", "score-pairs", str(reference), str(plain), "--out", str(scored)]) == 0
     load = f"checkpoint.initial_load_path={reference}"
     trained = run_job(tiny("data=preference", f"data.path={scored}", load, "steps=1", *words))
     assert run_job.losses(trained)[1] == pytest.approx(math.log(2), abs=1e-4)

@@ -37,11 +37,6 @@ def test_what_the_tokenizer_does_not_know_of_pairs_is_a_warning(tmp_path, letter
     shows_what_is_unknown(("data=preference", "objective=dpo", "objective.beta=0.1"), file, letters, capsys)
 
 
-def test_the_old_word_names_the_new_one(capsys):
-    assert cli.main(["data", "score", "run", "pairs.jsonl", "--out", "scored.jsonl"]) == 2
-    assert capsys.readouterr().err == "titan data score: is `titan score-pairs` now\n"
-
-
 def test_the_report_knows_what_its_keys_change(flat):
     expected = {"objective.beta": {"learning"}, "objective.clip": {"learning"}}
     assert {key: what_differs(flat, key) for key in expected} == expected

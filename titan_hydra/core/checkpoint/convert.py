@@ -162,7 +162,7 @@ def check_scales(source: Path, rules: Rules) -> None:
         raise ConfigError(
             f"checkpoint.initial_load_path={source}: its weights belong to the scales {there} of attention, branches and "
             f"output, and this job's parametrization has {rules.scales}; nearest legal: that run's parametrization, or "
-            "its export (titan convert --to hf) with parametrization=standard"
+            "its export (titan checkpoint export) with parametrization=standard"
         )
 
 

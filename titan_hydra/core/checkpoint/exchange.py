@@ -24,7 +24,7 @@ def replacing(target: Path) -> Iterator[Path]:
     if target.exists() and not target.is_dir():
         raise ConfigError(f"--replace: {target} is no folder")
     if there and not (is_hf(target) or complete_at(target) == target):
-        raise ConfigError(f"--replace: {target} holds no weights of titan convert, so it is not replaced")
+        raise ConfigError(f"--replace: {target} holds no weights of titan checkpoint, so it is not replaced")
     new = target.with_name(f".{target.name}.new-{os.getpid()}")
     try:
         yield new

@@ -47,7 +47,7 @@ class Numbered:
 
 
 class TokenFiles(Numbered):
-    """Files of `titan tokenizer encode` or of Megatron-LM (indexed.py); sample i of a file is its tokens
+    """Files of `titan data encode` or of Megatron-LM (indexed.py); sample i of a file is its tokens
     [i * S, i * S + S], S = data.seq_len.
 
     The numbers of samples continue from one epoch to the next, without end. A sample in a bad file is replaced by a
@@ -191,7 +191,7 @@ def header_at(file: Path) -> dict[str, Any]:
         raise BadShard(
             file,
             f"{file}: its header {path.name} is missing or damaged ({error}); "
-            "write both with `titan tokenizer encode`, or as docs/data.md describes for your own token ids",
+            "write both with `titan data encode`, or as docs/data.md describes for your own token ids",
         ) from error
     if dtype.kind not in "iu":
         raise BadShard(file, f"{file}: dtype {header['dtype']} in {path.name}: token ids are integers, such as uint32")

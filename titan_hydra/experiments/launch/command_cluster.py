@@ -34,14 +34,7 @@ def sites() -> dict[str, ClusterSite]:
     return {name: resolve(kind.site) for name, kind in EXECUTORS.items() if kind.site}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="action", required=True, metavar="init|check")
-    init = commands.add_parser(
-        "init",
-        prog="titan cluster init",
-        help="write conf/cluster/NAME.yaml",
-        description="Write conf/cluster/NAME.yaml from what the cluster reports about its nodes with GPUs.",
-    )
+def init_site_arguments(init: argparse.ArgumentParser) -> None:
     init.add_argument("name", nargs="?", help="the NAME of cluster=NAME (default: the cluster's own name)")
     found = sites()
     init.add_argument(
@@ -57,21 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument("--force", action="store_true", help="replace an existing file")
     for name, site in found.items():
         site.add_arguments(init.add_argument_group(f"with --executor {name}"))
-    check = commands.add_parser(
-        "check",
-        prog="titan cluster check",
-        help="train small runs on the cluster, and print what works",
-        description="Train three small runs: on one node, on two nodes, and one that is stopped and resumed.",
-    )
+
+
+def check_site_arguments(check: argparse.ArgumentParser) -> None:
     check.add_argument("name", help="the NAME of cluster=NAME")
     check.add_argument("values", nargs="*", metavar="KEY=VALUE", help="further overrides of these runs")
     check.add_argument("--config-dir", type=Path, action="append", help="a folder with options, in addition to conf/")
     view.add_runs(check)
-
-
-def main(args: argparse.Namespace) -> int:
-    """Run the action, and return the exit status."""
-    return init_site(args) if args.action == "init" else check_site(args)
 
 
 def init_site(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ def not_extended(job: Job) -> str | None:
     if job.adapter.name != "none":
         return (
             f"a run with adapter={job.adapter.name} cannot be extended: its checkpoints hold only the adapters. Start a new "
-            "run with another `steps`, or one from the merged weights of `titan convert --to hf`"
+            "run with another `steps`, or one from the merged weights of `titan checkpoint export`"
         )
     return None
 

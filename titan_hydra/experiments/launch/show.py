@@ -119,7 +119,7 @@ def submitted(cells: list[Cell], states: list[State], folder: Path | None) -> No
     for command, use in (
         ("status", "the progress"),
         ("logs -f", "rank 0's output"),
-        ("cancel", "stop them"),
+        ("stop", "stop them"),
         ("report", "the table"),
     ):
         if folder or command != "report":

@@ -38,7 +38,7 @@ DEVICES = ("h100", "h200", "b200", "a100")  # measured by several publishers, or
 # the least half-width for any other preset of this package: it contains the MI300X's rows, which one publisher measured,
 # predicted without them
 UNMEASURED = 0.65
-CALIBRATED = 0.15  # the half-width for rates that were fitted to runs on the same devices (`titan plan --calibrate`)
+CALIBRATED = 0.15  # the half-width for rates that were fitted to runs on the same devices (`titan rates calibrate`)
 
 
 def band_of(job: Job) -> float:

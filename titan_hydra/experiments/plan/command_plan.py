@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
 from titan_hydra.core.job.config import Job
-from titan_hydra.core.job.config.additions import of_all
 from titan_hydra.core.job.config.fault import bad_value, multiples_around
 from titan_hydra.core.job.dtypes import GIB
 from titan_hydra.core.job.freeze import freeze
@@ -24,14 +23,15 @@ from titan_hydra.experiments.plan import memory, messages, predict
 from titan_hydra.experiments.plan.predict import FITS, REFUSED, Prediction
 from titan_hydra.experiments.plan.search import Row, prepared, search
 from titan_hydra.experiments.plan.shape import NotPredictable, shape_of
-from titan_hydra.experiments.runs.view import add_runs
 
 from .command_plan_curve import LIMITED, curve, device_counts, draw_speed, order_of, whole_line
 
 BAR = 40  # number of characters of the longest bar
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say what is predicted: a job, its number of devices, and where its options are."""
+    parser.set_defaults(why=None)
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -52,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a folder with your own options, as for launch.py",
     )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_job(parser)
     parser.add_argument(
         "--cell", action="store_true", help="predict only the layout of the command line, without a search"
     )
@@ -66,39 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="for the N best layouts, step one rank in the fake world, and print its memory and messages beside those of the formulas",
     )
-    add_runs(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--plot", type=Path, metavar="FOLDER", help="write plots of memory by term and of speed over the number of GPUs"
     )
-    for module in other_answers().values():
-        module.add_arguments(parser)
-
-
-def other_answers() -> dict[str, ModuleType]:
-    """Import the modules of the options that instruments add to `titan plan`. Each has `add_arguments(parser)`,
-    `asked(args)`, which raises ConfigError for values out of range, and `main(args)`.
-    """
-    return {name: importlib.import_module(module) for name, module in of_all("PLAN").items()}
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the fastest layouts, or one layout, or the answer of an instrument's option. Returns 0, or 2 if no layout
-    fits.
-    """
-    args.overrides, args.gpus = counted_on(args)
-    counts = args.gpus or []
-    if counts and counts[0] < 1:
-        raise bad_value("--gpus", counts[0], "a job needs at least one", 1)
+    """Print the fastest layouts, or one layout. Returns 0, or 2 if no layout fits."""
     if args.prove is not None and args.prove < 1:
         raise bad_value("--prove", args.prove, "is the number of layouts to count, at least 1", 1)
-    others = [name for name, module in other_answers().items() if module.asked(args)]
-    if len(counts) > 1 and (options := [*others, *(name for name in ("cell", "why", "prove") if getattr(args, name))]):
-        reason = f"--{options[0]} takes one number of GPUs"
-        raise bad_value("--gpus", ",".join(map(str, counts)), reason, counts[0])
-    try:
-        if others:
-            return other_answers()[others[0]].main(args)
+    options = [f"--{name}" for name in ("cell", "why", "prove") if getattr(args, name)]
+    with counting(args, options[0] if options else "") as counts:
         job, gpus = planned_job(args)
         if len(counts) > 1:
             make_folder(args.plot)
@@ -106,6 +89,22 @@ def main(args: argparse.Namespace) -> int:
         if args.cell or args.why:
             return one_layout(job, gpus, args)
         return layouts(job, searchable(job, gpus), args)
+
+
+@contextmanager
+def counting(args: argparse.Namespace, one: str = "") -> Iterator[list[int]]:
+    """Yield the numbers of devices of a command line, whose overrides are then without several numbers. Raises
+    ConfigError if a number is below one, if there are several although `one` takes one, and for a job that cannot be
+    predicted.
+    """
+    args.overrides, args.gpus = counted_on(args)
+    counts = args.gpus or []
+    if counts and counts[0] < 1:
+        raise bad_value("--gpus", counts[0], "a job needs at least one", 1)
+    if len(counts) > 1 and one:
+        raise bad_value("--gpus", ",".join(map(str, counts)), f"{one} takes one number of GPUs", counts[0])
+    try:
+        yield counts
     except NotPredictable as error:
         raise ConfigError(str(error)) from error
 

@@ -303,7 +303,7 @@ def next_steps(rows: list[RunRow], runs: str, target: str) -> Iterable[tuple[str
         yield f"titan logs{runs} {first['running'].hash} -f", "what rank 0 prints"
     if kinds & {"queued", "running"}:
         yield f"titan status{runs}{target} -f", "follow"
-        yield f"titan cancel{runs}{target}", "stop what runs or waits"
+        yield f"titan stop{runs}{target}", "stop what runs or waits"
 
 
 def _as_json(row: RunRow) -> dict[str, Any]:

@@ -69,9 +69,9 @@ class State:
         return self.active and self.asked
 
     def stopped_by(self, run: str) -> str:
-        """Return how to stop this run: by titan cancel or, if it belongs to another cluster, there."""
+        """Return how to stop this run: by titan stop or, if it belongs to another cluster, there."""
         there = (self.host or "").startswith("cluster ")
-        return f"stop it first, on the {self.host}" if there else f"stop it first (titan cancel {run})"
+        return f"stop it first, on the {self.host}" if there else f"stop it first (titan stop {run})"
 
     @property
     def here(self) -> bool:

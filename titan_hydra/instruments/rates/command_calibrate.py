@@ -1,5 +1,5 @@
-"""Fit the rates of a hardware file to measured runs, for `titan plan --calibrate` and for each round of `titan plan
---tune`.
+"""Fit the rates of a hardware file to measured runs, for `titan rates calibrate` and for each round of `titan rates
+tune`.
 """
 
 from __future__ import annotations
@@ -18,37 +18,32 @@ from titan_hydra.core.job.config.operation import Hardware
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.modules import import_modules
 from titan_hydra.core.train.worker import load_job
-from titan_hydra.experiments.plan.command_plan import planned_job
+from titan_hydra.experiments.plan.command_plan import add_job, counting, planned_job
 from titan_hydra.experiments.runs.find import RunCell
-from titan_hydra.experiments.runs.view import choose
+from titan_hydra.experiments.runs.view import add_runs, choose
 from titan_hydra.instruments.rates import calibrate as plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_job(parser)
     parser.add_argument(
-        "--calibrate",
-        nargs="+",
-        metavar="RUN",
-        help="instead of planning, fit the rates of hardware=NAME to finished runs or sweeps, and print the error of each prediction",
+        "--from", dest="measured", nargs="+", required=True, metavar="RUN", help="finished runs or sweeps"
     )
-    parser.add_argument(
-        "--into", metavar="NAME", help="with --calibrate or --tune: write the fitted rates to conf/hardware/NAME.yaml"
-    )
+    add_into(parser)
+    add_runs(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def asked(args: argparse.Namespace) -> bool:
-    if args.into and not (args.calibrate or args.tune):
-        raise ConfigError(
-            f"--into {args.into}: needs --calibrate RUN... or --tune K: only rates that were fitted are written"
-        )
-    return bool(args.calibrate)
+def add_into(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--into", metavar="NAME", help="write the fitted rates to conf/hardware/NAME.yaml")
 
 
 def main(args: argparse.Namespace) -> int:
     """Fit the rates, print them with the residuals, and write the hardware file that --into names."""
     into = target_file(args.into)
-    hardware = planned_job(args)[0].hardware
-    found = fit_cells([cell for target in args.calibrate for cell in choose(target, args.runs).cells], hardware)
+    with counting(args, "titan rates calibrate"):
+        hardware = planned_job(args)[0].hardware
+    found = fit_cells([cell for target in args.measured for cell in choose(target, args.runs).cells], hardware)
     if args.json:
         print(to_json(fit_as_json(found, hardware)))
     else:

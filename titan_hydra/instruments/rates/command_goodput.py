@@ -1,4 +1,4 @@
-"""`titan plan --goodput`: print the share of a job's time in which it makes steps that count, and how to raise the
+"""`titan rates goodput`: print the share of a job's time in which it makes steps that count, and how to raise the
 share.
 """
 
@@ -20,9 +20,10 @@ from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.failure import guilty
 from titan_hydra.core.job.run.useful import life_of
 from titan_hydra.experiments.plan import predict
-from titan_hydra.experiments.plan.command_plan import legal_job, make_folder, planned_job
+from titan_hydra.experiments.plan.command_plan import add_job, counting, legal_job, make_folder, planned_job
 from titan_hydra.experiments.runs.find import all_runs
 from titan_hydra.experiments.runs.rundir import inspect_all
+from titan_hydra.experiments.runs.view import add_runs
 from titan_hydra.instruments.rates.goodput import FAILURES, Site, Way, daly_interval, ways, young_interval
 
 OPTIONS: dict[str, tuple[float | None, Interval, str]] = {  # for each option: its default, its range, and its help text
@@ -54,25 +55,18 @@ OWN_FAULTS = {Kind.CONFIG, Kind.OUT_OF_MEMORY, Kind.NOT_FINITE, Kind.TIME_LIMIT,
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --goodput and its options."""
-    group = parser.add_argument_group("useful time")
-    group.add_argument(
-        "--goodput",
-        action="store_true",
-        help="print the share of time in which the layout of the command line makes steps that count",
-    )
-    group.add_argument(
+    add_job(parser)
+    parser.add_argument(
         "--failures",
         default="llama3",
         metavar="RATE",
         help="failures per GPU-day: a number, `llama3` (default), or `runs` for the rate measured in the runs of --runs",
     )
     for name, (default, _, text) in OPTIONS.items():
-        group.add_argument(f"--{name}", type=float, default=default, metavar="X", help=text)
-
-
-def asked(args: argparse.Namespace) -> bool:
-    return args.goodput
+        parser.add_argument(f"--{name}", type=float, default=default, metavar="X", help=text)
+    add_runs(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write plots of the goodput")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -80,7 +74,12 @@ def main(args: argparse.Namespace) -> int:
     --plot names a folder.
     """
     make_folder(args.plot)
-    job = legal_job(*planned_job(args, needs_rates=not args.step_seconds))
+    with counting(args, "titan rates goodput"):
+        return divided(args, legal_job(*planned_job(args, needs_rates=not args.step_seconds)))
+
+
+def divided(args: argparse.Namespace, job: Job) -> int:
+    """Print how the time of a job is divided, and draw it."""
     given: dict[str, Any] = {name: getattr(args, name.replace("-", "_")) for name in OPTIONS}
     for name, (_, allowed, _) in OPTIONS.items():
         if given[name] is not None and (reason := allowed.objection(given[name])):

@@ -1,4 +1,4 @@
-"""`titan plan --tune K`: plan, run the K best layouts for a few steps, calibrate, and plan again, until prediction and
+"""`titan rates tune`: plan, run the best layouts for a few steps, calibrate, and plan again, until prediction and
 measurement agree.
 
 The runs are an ordinary sweep, started through the same code as launch.py, so that the same command continues an
@@ -12,7 +12,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.core.base.errors import ConfigError, Exit
+from titan_hydra.core.base.errors import Exit
 from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.fault import bad_value
 from titan_hydra.core.job.config.load import read
@@ -21,7 +21,7 @@ from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.run import layout
 from titan_hydra.experiments.compose.compose import option_folders, own_composer
 from titan_hydra.experiments.launch.dispatch import dispatch
-from titan_hydra.experiments.plan.command_plan import planned_job, searchable
+from titan_hydra.experiments.plan.command_plan import add_job, counting, planned_job, searchable
 from titan_hydra.experiments.plan.search import DEGREES, search
 from titan_hydra.experiments.runs import find, rundir
 from titan_hydra.experiments.runs.find import RunCell
@@ -45,41 +45,35 @@ LAYOUT = {  # keys that the search sets; overrides of these keys on the command 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_job(parser)
     parser.add_argument(
-        "--tune",
-        type=int,
-        metavar="K",
-        help="run the K best layouts for --steps steps, fit the rates to these runs, and plan again, until "
-        "prediction and measurement agree",
+        "--layouts", type=int, default=4, metavar="K", help="number of layouts to run in the first round (default: 4)"
     )
-    parser.add_argument(
-        "--steps", type=int, default=20, metavar="N", help="with --tune: optimizer steps of each run (default: 20)"
-    )
-
-
-def asked(args: argparse.Namespace) -> bool:
-    for name, least, reason in (
-        ("tune", 2, "is the number of layouts to compare, at least 2"),
-        ("steps", 3, "the first ones are not measured"),
-    ):
-        if (value := getattr(args, name)) is not None and value < least:
-            raise bad_value(f"--{name}", value, reason, least)
-    if args.tune and args.json:
-        raise ConfigError(
-            "--json: --tune prints the progress of its runs; titan plan --calibrate RUN... --json prints its fit"
-        )
-    return args.tune is not None
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps of each run (default: 20)")
+    calibrate.add_into(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Plan, run and calibrate until the layout that is predicted to be the fastest is also measured to be the fastest,
     or until the plan has no new layout. Returns the exit status of the first run that failed, or 0.
     """
+    for name, least, reason in (
+        ("layouts", 2, "is the number of layouts to compare, at least 2"),
+        ("steps", 3, "the first ones are not measured"),
+    ):
+        if (value := getattr(args, name)) < least:
+            raise bad_value(f"--{name}", value, reason, least)
+    with counting(args, "titan rates tune"):
+        return tuned(args)
+
+
+def tuned(args: argparse.Namespace) -> int:
+    """Plan, run and calibrate. Returns the exit status of the first run that failed, or 0."""
     into = calibrate.target_file(args.into)
     job, given = planned_job(args)
     gpus = searchable(job, given)
     layouts = list[str]()
-    planned = _best(on(job, job.hardware), gpus, args.tune)
+    planned = _best(on(job, job.hardware), gpus, args.layouts)
     if len(planned) < 2:
         raise bad_value("--gpus", gpus, f"only one layout fits, so nothing is compared: {planned[0]}")
     for turn in range(1, ROUNDS + 1):
@@ -95,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
             print("not all runs have ended; the same command continues")
             return status
         fit = calibrate.fit_cells(cells, job.hardware)
-        planned = _best(on(job, fit.hardware), gpus, args.tune)
+        planned = _best(on(job, fit.hardware), gpus, args.layouts)
         fastest = min(fit.runs, key=lambda run: run.step_seconds).name
         if planned[0] == fastest or set(planned) <= set(layouts):
             break

@@ -1,5 +1,5 @@
 """`titan report --predicted` shows what `titan plan` predicts for each run of a report. `titan report --row` prints the
-runs in the form of the measurements that `titan plan --score` predicts.
+runs in the form of the measurements that `titan rates score` predicts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from titan_hydra.instruments.rates.published import OWN
 
 
 def with_predictions(report: Report) -> Report:
-    """Return the report with a prediction in each row. The rates of the hardware come from the file that `titan plan
-    --tune` wrote into the sweep's folder or, without this file, from each run's `hardware`. Raises ConfigError if
+    """Return the report with a prediction in each row. The rates of the hardware come from the file that `titan rates
+    tune` wrote into the sweep's folder or, without this file, from each run's `hardware`. Raises ConfigError if
     nothing can be predicted.
     """
     rates = layout.RATES.read(report.selection.manifest) if report.selection.manifest else {}

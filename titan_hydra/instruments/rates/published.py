@@ -72,7 +72,7 @@ def rows_of(file: Path) -> list[Row]:
     try:
         content = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--score {file}: cannot be read: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{file}: cannot be read: {str(error).splitlines()[0]}") from error
     if isinstance(content, dict):
         stacks, shapes = [*stacks, *content.get("stacks", ())], content.get("shapes", {})
         content = [
@@ -85,7 +85,7 @@ def rows_of(file: Path) -> list[Row]:
         or not content
         or not all(isinstance(row, dict) and "id" in row for row in content)
     ):
-        raise ConfigError(f"--score {file}: is not a list of rows with an id each, as `titan report --row` writes")
+        raise ConfigError(f"{file}: is not a list of rows with an id each, as `titan report --row` writes")
     for row in content:
         names = " ".join(str(row.get(name)) for name in ("source", "model", "hardware"))
         row["stack"] = next((stack for stack in stacks if all(part in names for part in stack["match"])), {})

@@ -270,7 +270,7 @@ class Driver:
                 del self.active[directory]
 
     def note_cancelled(self, attempt: Path) -> None:
-        """Stop the search if `titan cancel` has marked an attempt: it ends the search, not a trial."""
+        """Stop the search if `titan stop` has marked an attempt: it ends the search, not a trial."""
         if not self.interrupts.received and layout.CANCELLED.of(attempt).exists():
             self.interrupts.received.append(signal.SIGTERM)
 

@@ -6,20 +6,20 @@ from titan_hydra.core.job.config.registry import DataSourceKind, ObjectiveKind, 
 from .sources import ChatSource, ConversationSource
 
 COMMANDS = {
-    "data": Word(
+    "data show": Word(
         f"{__name__}.data_command",
-        "show: what packed rows, such as conversations, would teach",
+        "show a packed row, such as a conversation, with what it would teach marked, and lengths and shares of all rows",
         ("titan data show data=embedded_chat", "titan data show data=embedded_chat --row 3"),
-        "Before a run",
     ),
-    "chat": Word(
+    "generate chat": Word(
         f"{__name__}.chat_command",
         "let the model of a run or checkpoint answer a question",
-        ('titan chat c992 --prompt "What is 3 + 4?"', 'titan chat c992 --prompt "Who are you?" --temperature 0'),
-        "Results",
+        (
+            'titan generate chat c992 --prompt "What is 3 + 4?"',
+            'titan generate chat c992 --prompt "Who are you?" --temperature 0',
+        ),
     ),
 }
-RENAMED = {"generate --chat": "chat"}
 TURNS = ("tokens", "trained", "documents")  # the arrays of a sample of packed rows
 LINES = (".jsonl", ".json", ".parquet")
 TEMPLATE = f"{__name__}.template_of_run:template_and_stop"

@@ -1,4 +1,4 @@
-"""`titan chat`: answer a question with the model of a run or checkpoint."""
+"""`titan generate chat`: answer a question with the model of a run or checkpoint."""
 
 from __future__ import annotations
 

@@ -30,25 +30,18 @@ SHOWN = 5  # maximum number of unusable rows that are printed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommand and options of `titan data`."""
-    commands = parser.add_subparsers(dest="data_command", required=True)
-    show = commands.add_parser(
-        "show",
-        help="print a row with its learned tokens marked; also the lengths of rows, the shares of learned tokens, "
-        "and the steps of an epoch",
-    )
-    show.add_argument(
+    parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="the job, as for launch.py: data=chat data.path=..."
     )
-    show.add_argument(
+    parser.add_argument(
         "--config-dir",
         type=Path,
         action="append",
         metavar="DIR",
         help="a folder with your own options, as for launch.py",
     )
-    show.add_argument("--row", type=int, default=1, metavar="N", help="number of the row to show (default: 1)")
-    show.add_argument(
+    parser.add_argument("--row", type=int, default=1, metavar="N", help="number of the row to show (default: 1)")
+    parser.add_argument(
         "--split", choices=("train", "validation"), default="train", help="split whose rows are shown (default: train)"
     )
 

@@ -8,23 +8,24 @@ from .config import FluxConfig, flops, no_linears, parameters, running_order, st
 from .sources import CaptionSource, EncodedImagesSource, ImageFilesSource
 
 COMMANDS = {
-    "sample": Word(
+    "generate images": Word(
         f"{__name__}.sample_command",
         "draw images with the model of a run or checkpoint",
-        ('titan sample c992 --prompt "a red circle" --to drawn', 'titan sample c992 --sheet --prompt "a cat" "a dog"'),
-        "Results",
+        (
+            'titan generate images c992 --prompt "a red circle" --to drawn',
+            'titan generate images c992 --sheet --prompt "a cat" "a dog"',
+        ),
     ),
-    "encode-images": Word(
+    "data encode-images": Word(
         f"{__name__}.encode_command",
         "write latents and embeddings of captioned images, for data=encoded_images",
         (
-            "titan encode-images images.jsonl encoded --encoders FLUX.1-schnell",
-            "titan encode-images images.jsonl encoded --encoders FLUX.1-schnell --size 256",
+            "titan data encode-images images.jsonl encoded --encoders FLUX.1-schnell",
+            "titan data encode-images images.jsonl encoded --encoders FLUX.1-schnell --size 256",
         ),
-        "Before a run",
     ),
 }
-RENAMED = {"data encode-images": "encode-images"}
+ELSEWHERE = {"sample draw paint": "titan generate images"}
 GIVEN = ("latents", "noise", "time", "text", "pooled")
 register(
     Family(

@@ -1,4 +1,4 @@
-"""`titan encode-images FILE FOLDER`: compute the latents and embeddings of captioned images."""
+"""`titan data encode-images FILE FOLDER`: compute the latents and embeddings of captioned images."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,7 @@ from titan_hydra.core.job.config.fault import bad_value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `titan encode-images`."""
+    """Add the options of `titan data encode-images`."""
     parser.add_argument(
         "lines", type=Path, metavar="FILE", help='.jsonl: {"image": path relative to it, "caption": text} on each line'
     )

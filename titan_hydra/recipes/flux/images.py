@@ -98,7 +98,7 @@ class CaptionedImages(Numbered):
 
 
 class EncodedImages:
-    """Examples from the files that `titan encode-images` has written into a folder, by index."""
+    """Examples from the files that `titan data encode-images` has written into a folder, by index."""
 
     def __init__(self, key: str, folder: Path):
         """Read the description. Raises ConfigError if the folder has none, or lacks files that the description lists."""
@@ -128,7 +128,7 @@ def description_of(key: str, folder: Path) -> dict[str, Any]:
     """Return the description of encoded images. Raises ConfigError if its file is not there."""
     described = read_json(folder / DESCRIPTION)
     if not described or not described.get("images") or "shapes" not in described:
-        raise ConfigError(f"{key}={folder}: has no complete {DESCRIPTION}; `titan encode-images` writes it last")
+        raise ConfigError(f"{key}={folder}: has no complete {DESCRIPTION}; `titan data encode-images` writes it last")
     return described
 
 

@@ -1,4 +1,4 @@
-"""`titan sample`: draw images with the model of a run or checkpoint."""
+"""`titan generate images`: draw images with the model of a run or checkpoint."""
 
 import argparse
 import math

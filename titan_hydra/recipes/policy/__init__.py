@@ -7,17 +7,15 @@ from titan_hydra.recipes.chat import LINES, TEMPLATE, TURNS
 from .config import DirectPreference, PairSource, PolicyGradient, RolloutSource
 
 COMMANDS = {
-    "score-pairs": Word(
+    "data score-pairs": Word(
         f"{__name__}.score_command",
         "write beside pairs of answers the log-probabilities that a reference gives them",
         (
-            "titan score-pairs c992 pairs.jsonl --out scored.jsonl",
-            "titan score-pairs c992 pairs.jsonl --out scored.jsonl --max-bad-rows 1",
+            "titan data score-pairs c992 pairs.jsonl --out scored.jsonl",
+            "titan data score-pairs c992 pairs.jsonl --out scored.jsonl --max-bad-rows 1",
         ),
-        "Before a run",
     )
 }
-RENAMED = {"data score": "score-pairs"}
 OF_PAIRS, OF_ROLLOUTS = (*TURNS, "reference"), (*TURNS, "old_logprobs", "advantages")
 ROWS, LOSSES = f"{__name__}.rows", f"{__name__}.objectives"
 register(

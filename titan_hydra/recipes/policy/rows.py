@@ -41,7 +41,7 @@ from .config import PairSource
 if TYPE_CHECKING:
     from titan_hydra.core.data import Wanted
 
-REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # the columns that `titan score-pairs` adds
+REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # the columns that `titan data score-pairs` adds
 
 
 class PairReader(ConversationReader):
@@ -111,7 +111,7 @@ def _number(row: dict[str, Any], column: str) -> float:
     value = row.get(column)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(
-            f"{column!r} is {value!r}, not a number: `titan score-pairs` adds the reference's log-probabilities"
+            f"{column!r} is {value!r}, not a number: `titan data score-pairs` adds the reference's log-probabilities"
         )
     return value
 

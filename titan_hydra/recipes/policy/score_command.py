@@ -1,4 +1,4 @@
-"""`titan score-pairs`: compute the log-probabilities that a reference model gives to both answers of each pair."""
+"""`titan data score-pairs`: compute the log-probabilities that a reference model gives to both answers of each pair."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ from titan_hydra.experiments.runs.command_model import add_model, model_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, "a folder of `titan convert --to hf`")
+    add_model(parser, "a folder of `titan checkpoint export`")
     parser.add_argument(
         "pairs",
         type=Path,

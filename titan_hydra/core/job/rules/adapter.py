@@ -41,7 +41,7 @@ def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
             "off",
         )
     if job.checkpoint.export_dtype:
-        yield fault_at(job, "checkpoint.export_dtype", f"{adapter} is exported by titan convert", "null")
+        yield fault_at(job, "checkpoint.export_dtype", f"{adapter} is exported by titan checkpoint export", "null")
     if not set(job.checkpoint.exclude_from_loading) >= set(LOADED):
         yield fault_at(
             job,

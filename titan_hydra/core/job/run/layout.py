@@ -245,7 +245,7 @@ GROWTH = Entry("growth", SCRIPT, "of an elastic run that grows: seconds between 
                "to grow, the nodes that it had")
 EXIT = Entry("exit", SCRIPT, "a mark: the ranks' exit status")
 STOPPED = Entry("stopped", EVERY, "how a stop came: the ranks agreed, or one was blocked")
-CANCELLED = Entry("cancelled", "`titan cancel`", "a mark: who cancelled, and when", Fields({}, {"by": str, "time": Moment}))
+CANCELLED = Entry("cancelled", "`titan stop`", "a mark: who cancelled, and when", Fields({}, {"by": str, "time": Moment}))
 SPENT = Entry("requeues_spent", SCRIPT, "a mark: no requeue is left")
 NODE = Entry("node_<n>.json", "node n", "the process that started the ranks of a node, and how they ended", Fields(
     {}, PROCESS | {"name": str, "node": str, "ranks": Each(Fields({}, ENDED), named=True), "exit_status": int, "asked": bool}))
@@ -258,7 +258,7 @@ SWEEPS = Entry("_sweeps/", LAUNCHER, "a folder for each sweep")
 SWEEP = Entry("manifest.json", LAUNCHER, "in the folder of a sweep: its cells", Fields(
     {"name": str, "command": list[str], "baseline": str | None, "cells": Each(Fields(
         {"name": str, "directory": Place, "overrides": list[str]}, {"hash": str, "repeat": bool}))}, {"created": Moment}))
-RATES = Entry("hardware.json", "`titan plan --tune`", "in the folder of a sweep: the rates of hardware fitted to its runs")
+RATES = Entry("hardware.json", "`titan rates tune`", "in the folder of a sweep: the rates of hardware fitted to its runs")
 JOURNAL = Entry("optuna.journal", "the search's driver", "in the folder of a sweep whose cells a search draws: Optuna's journal")
 DRIVER = Entry("driver.lock", "the search's driver", "the process that draws the cells, and holds a lock on this file")
 LEASE = Entry("driver.lease", "the search's driver", "the same where the file system has no locks: only one process can create it")

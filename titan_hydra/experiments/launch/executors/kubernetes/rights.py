@@ -32,7 +32,7 @@ class Right:
 RIGHTS = (
     Right("create", "jobs", "batch", "nothing can be submitted"),
     Right("list", "jobs", "batch", "the states of runs are unknown"),
-    Right("delete", "jobs", "batch", "`titan cancel` cannot stop a run"),
+    Right("delete", "jobs", "batch", "`titan stop` cannot stop a run"),
     Right("list", "pods", "", "`titan status` prints no reason why a pod waits or ended", required=False),
 )
 

@@ -63,7 +63,7 @@ def ended_state(folder: Path, attempt: int, owner: Owner, job: KubernetesJob | N
     cancelled = layout.CANCELLED.of(folder).exists()
     if failure := None if cancelled else cause(folder, end):
         return State("failed", attempt, failure, job=job)
-    gone = "" if end or cancelled else "its Job was deleted, and not by titan cancel"
+    gone = "" if end or cancelled else "its Job was deleted, and not by titan stop"
     return State("interrupted", attempt, job=job, refused=gone)
 
 

@@ -1,5 +1,5 @@
-"""`titan track`: copy the records of finished runs to a tracker, by the same classes as during training (--to). Or send
-wandb's offline files to wandb's server, from a machine with network access (--send).
+"""`titan report --to TRACKER`: copy the records of finished runs to a tracker, by the same classes as during training.
+`titan report --send`: send wandb's offline files to wandb's server, from a machine with network access.
 """
 
 import argparse
@@ -22,34 +22,35 @@ from titan_hydra.core.train.worker import load_job
 from titan_hydra.experiments.compose.change import change
 from titan_hydra.experiments.runs import rundir
 from titan_hydra.experiments.runs.find import Selection
-from titan_hydra.experiments.runs.view import add_target, choose
+from titan_hydra.experiments.runs.view import choose
 
 LIMIT = 15  # seconds within which wandb's server must answer
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_target(parser, "all runs")
-    parser.add_argument(
+def add_copies(parser: argparse.ArgumentParser) -> None:
+    """Add the options that copy runs to a tracker instead of reporting them."""
+    group = parser.add_argument_group("to a tracker, instead of a report (without TARGET: all runs)")
+    group.add_argument(
         "values",
         nargs="*",
         metavar="KEY=VALUE",
         help="with --to: values for this copy, such as metrics.wandb.project=mine, metrics.wandb.tags=[a,b] or notes='...'",
     )
-    where = parser.add_mutually_exclusive_group(required=True)
+    where = group.add_mutually_exclusive_group()
     where.add_argument(
         "--to",
         choices=sorted(TRACKERS),
-        help="tensorboard writes event files to the run directory, wandb writes offline files there; existing files "
-        "of the tracker there are replaced",
+        help="copy runs: tensorboard writes event files to the run directory, wandb writes offline files there; existing "
+        "files of the tracker there are replaced",
     )
     where.add_argument("--send", action="store_true", help="send wandb's offline files to its server")
-    parser.add_argument("--dry", action="store_true", help="only list what would be copied or sent")
-    parser.add_argument(
+    group.add_argument("--dry", action="store_true", help="only list what would be copied or sent")
+    group.add_argument(
         "--minutes", type=float, default=60, metavar="N", help="with --send: stop after N minutes (default: 60)"
     )
 
 
-def main(args: argparse.Namespace) -> int:
+def copy_or_send(args: argparse.Namespace) -> int:
     """Copy or send the records of runs. Returns 0 if everything was copied or sent, 1 if the tracker or its server
     failed, and 2 if a value is wrong or a run cannot be copied.
     """
@@ -64,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
         place = shlex.quote(str(directories[0].parent))
         hints = {
             "tensorboard": f"  look: tensorboard --logdir {place}",
-            "wandb": f"  send what is offline: titan track {place} --send",
+            "wandb": f"  send what is offline: titan report {place} --send",
         }
         print(hints[args.to])
     return max((error.status for error in errors), default=Exit.DONE)
@@ -75,7 +76,7 @@ def copy(directory: Path, values: list[str], name: str, dry: bool) -> RunError |
     try:
         job, state = change(load_job(directory), [f"metrics.trackers=[{name}]", *values]), rundir.state(directory)
         if state.kind == "running":
-            raise ConfigError("is running; track it after it has ended")
+            raise ConfigError("is running; copy it after it has ended")
         if not layout.METRICS.of(directory).is_file():
             raise ConfigError("has recorded nothing yet")
         if name == "tensorboard" and not dry:

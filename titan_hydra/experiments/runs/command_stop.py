@@ -1,4 +1,4 @@
-"""`titan cancel`: stop running and queued runs, each through its executor. Ranks finish their step, save and stop.
+"""`titan stop`: stop running and queued runs, each through its executor. Ranks finish their step, save and stop.
 
 Each stopped attempt gets a file `cancelled` with the user and the time; a batch script that finds this file does not
 requeue its job.
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Cancel all running and queued cells. Returns 0 if all running cells were asked to stop."""
+    """Stop all running and queued cells. Returns 0 if all running cells were asked to stop."""
     selection = choose(args.target, args.runs)
     rows, queues = look(selection.cells)
     unknown = silent(queues)  # executors of these runs that did not answer
@@ -39,13 +39,13 @@ def main(args: argparse.Namespace) -> int:
             live.append(row)
             executors[name] = executor
     if not live:
-        print("nothing was cancelled" if unknown else f"{selection.name}: nothing runs or waits")
+        print("nothing was stopped" if unknown else f"{selection.name}: nothing runs or waits")
         return Exit.BUG if unknown else Exit.DONE
     many = counted(len(live), "cell")
     for row in live:
         print(f"{row.hash}  {row.cell}: {row.state.kind}{f' on {row.where}' if row.where else ''}")
-    if not args.yes and not asked(f"cancel {many}? [y/N] "):
-        print("nothing was cancelled")
+    if not args.yes and not asked(f"stop {many}? [y/N] "):
+        print("nothing was stopped")
         return Exit.DONE
     by_executor: dict[str, list[RunRow]] = {}
     for row in live:
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
 def asked(question: str) -> bool:
     """Ask the user a yes/no question. Raises ConfigError if there is no terminal."""
     if not sys.stdin.isatty():
-        raise ConfigError("there is no terminal on which to confirm; --yes cancels without asking")
+        raise ConfigError("there is no terminal on which to confirm; --yes stops without asking")
     try:
         return input(question).strip().lower() in ("y", "yes")
     except EOFError:

@@ -1,4 +1,4 @@
-"""`titan tokenizer`: train a tokenizer on text, or encode text into a .bin file, which data=tokens maps into memory."""
+"""`titan data`: train a tokenizer on text, or encode text into a .bin file, which data=tokens maps into memory."""
 
 import argparse
 import base64
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,44 +35,46 @@ BATCH_CHARACTERS = 1 << 20  # number of characters of text in a worker's batch
 WORKER: dict[str, Any] = {}  # the tokenizer and the dtype of this worker process
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="tokenizer_command", required=True)
-    train = commands.add_parser("train", help="train a tokenizer of Llama 3's kind and write it as tokenizer.model")
-    train.add_argument(
+def train_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--vocab", type=int, required=True, help="vocabulary size, including Llama 3's 256 special tokens"
     )
-    train.add_argument("--out", type=Path, required=True, help="the tokenizer.model to write")
-    encode = commands.add_parser("encode", help="encode documents into a file of token ids, for data=tokens")
-    encode.add_argument(
+    parser.add_argument("--out", type=Path, required=True, help="the tokenizer.model to write")
+    _add_files(parser, "*", "; without files: the embedded corpus")
+
+
+def encode_text_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--tokenizer",
         default="embedded",
         help="path of a tokenizer.model or tokenizer.json (default: embedded, the package's own tokenizer)",
     )
-    encode.add_argument(
+    parser.add_argument(
         "--out", type=Path, required=True, help=".bin file to write; a second file, OUT.json, describes it"
     )
-    encode.add_argument(
+    parser.add_argument(
         "--workers", type=int, default=os.cpu_count(), help="number of encoding processes (default: %(default)s)"
     )
-    for command, count in ((train, "*"), (encode, "+")):
-        command.add_argument(
-            "files",
-            nargs=count,
-            help=f"{' '.join(files.TEXT_SUFFIXES)} files, also with .gz or .zst; globs and folders are allowed"
-            f"{'; without files: the embedded corpus' if command is train else ''}",
-        )
-        command.add_argument(
-            "--text-key", default="text", help="column that holds the text in .jsonl and .parquet (default: text)"
-        )
-        add_max_bad_rows(command)
+    _add_files(parser, "+")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Train a tokenizer, or encode text. Raises ConfigError for errors that the user can repair, such as a full disk or
-    a killed worker.
-    """
+def _add_files(parser: argparse.ArgumentParser, count: str, without: str = "") -> None:
+    parser.add_argument(
+        "files",
+        nargs=count,
+        help=f"{' '.join(files.TEXT_SUFFIXES)} files, also with .gz or .zst; globs and folders are allowed{without}",
+    )
+    parser.add_argument(
+        "--text-key", default="text", help="column that holds the text in .jsonl and .parquet (default: text)"
+    )
+    add_max_bad_rows(parser)
+
+
+@contextmanager
+def repairable(args: argparse.Namespace) -> Iterator[None]:
+    """Raise a ConfigError for errors that the user can repair, such as a full disk or a killed worker."""
     try:
-        return {"train": train_tokenizer, "encode": encode}[args.tokenizer_command](args)
+        yield
     except OSError as error:
         raise ConfigError(f"--out={args.out}: {error.strerror or error}") from error
     except BrokenProcessPool as error:
@@ -84,6 +87,11 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     """Train byte-pair merges with the library `tokenizers`, write them for tiktoken, and check that both libraries
     encode in the same way.
     """
+    with repairable(args):
+        return _trained(args)
+
+
+def _trained(args: argparse.Namespace) -> int:
     merges = args.vocab - 256 - len(tokenizers_of_jobs.LLAMA3_SPECIALS)
     if merges < 0:
         raise ConfigError(
@@ -109,8 +117,13 @@ def train_tokenizer(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def encode(args: argparse.Namespace) -> int:
+def encode_text(args: argparse.Namespace) -> int:
     """Write the documents' tokens into the .bin file, in the order of the input files, and write its header file."""
+    with repairable(args):
+        return _encoded(args)
+
+
+def _encoded(args: argparse.Namespace) -> int:
     if args.workers < 1:
         raise ConfigError(f"--workers={args.workers}: at least 1")
     config = _tokenizer_config(args.tokenizer)

@@ -1,4 +1,4 @@
-"""`titan plan --score`: print the errors of predictions of measurements."""
+"""`titan rates score`: print the errors of predictions of measurements."""
 
 from __future__ import annotations
 
@@ -19,18 +19,8 @@ TITLES = ("", "rows", "tokens/s: median error", "bias", "worst", "band", "inside
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--score",
-        type=Path,
-        metavar="FILE",
-        help="instead of planning, predict the measurements of a file (titan report --row writes one), and print the errors",
-    )
-
-
-def asked(args: argparse.Namespace) -> bool:
-    if args.score is not None and args.overrides:
-        raise ConfigError(f"{args.overrides[0]}: --score takes no overrides, as each row says its own job")
-    return args.score is not None
+    parser.add_argument("rows", type=Path, metavar="FILE", help="file of rows, each with its own job")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -38,7 +28,7 @@ def main(args: argparse.Namespace) -> int:
     predicted.
     """
     found, skipped = [], []
-    for row in rows_of(args.score):
+    for row in rows_of(args.rows):
         try:
             found.append(score(row))
         except (NotPredictable, ConfigError, KeyError, ValueError) as error:
