@@ -15,7 +15,7 @@ from titan_hydra.core.job.config.registry import resolve
 from titan_hydra.experiments.report import write
 from titan_hydra.experiments.report.cells import gather
 from titan_hydra.experiments.report.table import Report, build
-from titan_hydra.experiments.runs.copies import add_copies, copy_or_send
+from titan_hydra.experiments.runs.copies import add_copies, asks_for_copies, copy_or_send
 from titan_hydra.experiments.runs.view import add_target, choose
 
 TEXTS = {  # forms of a report: the file's name, what it is, and the function that returns the text
@@ -121,10 +121,8 @@ def refuse_mixed(args: argparse.Namespace) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print, write or serve the report. Raises ConfigError if no cell has numbers, or if cells cannot be compared."""
-    if args.to or args.send:
+    if asks_for_copies(args):
         return copy_or_send(args)
-    if args.values or args.dry:
-        raise ConfigError(f"{args.values[0] if args.values else '--dry'}: goes with --to TRACKER, which copies runs")
     refuse_mixed(args)
     if args.gate:
         from titan_hydra.experiments.report.gate import gate_main

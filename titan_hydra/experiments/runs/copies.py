@@ -50,6 +50,13 @@ def add_copies(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def asks_for_copies(args: argparse.Namespace) -> bool:
+    """Whether the options ask for copies. Raises ConfigError for what goes only with them."""
+    if (args.values or args.dry) and not (args.to or args.send):
+        raise ConfigError(f"{args.values[0] if args.values else '--dry'}: goes with --to TRACKER, which copies runs")
+    return bool(args.to or args.send)
+
+
 def copy_or_send(args: argparse.Namespace) -> int:
     """Copy or send the records of runs. Returns 0 if everything was copied or sent, 1 if the tracker or its server
     failed, and 2 if a value is wrong or a run cannot be copied.
