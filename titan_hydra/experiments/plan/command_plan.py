@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
     if args.prove is not None and args.prove < 1:
         raise bad_value("--prove", args.prove, "is the number of layouts to count, at least 1", 1)
     options = [f"--{name}" for name in ("cell", "why", "prove") if getattr(args, name)]
-    with counting(args, options[0] if options else "") as counts:
+    with device_counting(args, options[0] if options else "") as counts:
         job, gpus = planned_job(args)
         if len(counts) > 1:
             make_folder(args.plot)
@@ -92,7 +92,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def counting(args: argparse.Namespace, one: str = "") -> Iterator[list[int]]:
+def device_counting(args: argparse.Namespace, one: str = "") -> Iterator[list[int]]:
     """Yield the numbers of devices of a command line, whose overrides are then without several numbers. Raises
     ConfigError if a number is below one, if there are several although `one` takes one, and for a job that cannot be
     predicted.

@@ -18,7 +18,7 @@ from titan_hydra.core.job.config.operation import Hardware
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.modules import import_modules
 from titan_hydra.core.train.worker import load_job
-from titan_hydra.experiments.plan.command_plan import add_job, counting, planned_job
+from titan_hydra.experiments.plan.command_plan import add_job, device_counting, planned_job
 from titan_hydra.experiments.runs.find import RunCell
 from titan_hydra.experiments.runs.view import add_runs, choose
 from titan_hydra.instruments.rates import calibrate as plan
@@ -41,7 +41,7 @@ def add_into(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Fit the rates, print them with the residuals, and write the hardware file that --into names."""
     into = target_file(args.into)
-    with counting(args, "titan rates calibrate"):
+    with device_counting(args, "titan rates calibrate"):
         hardware = planned_job(args)[0].hardware
     found = fit_cells([cell for target in args.measured for cell in choose(target, args.runs).cells], hardware)
     if args.json:

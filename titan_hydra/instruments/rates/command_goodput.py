@@ -20,7 +20,7 @@ from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.failure import guilty
 from titan_hydra.core.job.run.useful import life_of
 from titan_hydra.experiments.plan import predict
-from titan_hydra.experiments.plan.command_plan import add_job, counting, legal_job, make_folder, planned_job
+from titan_hydra.experiments.plan.command_plan import add_job, device_counting, legal_job, make_folder, planned_job
 from titan_hydra.experiments.runs.find import all_runs
 from titan_hydra.experiments.runs.rundir import inspect_all
 from titan_hydra.experiments.runs.view import add_runs
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
     --plot names a folder.
     """
     make_folder(args.plot)
-    with counting(args, "titan rates goodput"):
+    with device_counting(args, "titan rates goodput"):
         return divided(args, legal_job(*planned_job(args, needs_rates=not args.step_seconds)))
 
 

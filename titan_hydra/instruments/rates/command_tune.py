@@ -21,7 +21,7 @@ from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.run import layout
 from titan_hydra.experiments.compose.compose import option_folders, own_composer
 from titan_hydra.experiments.launch.dispatch import dispatch
-from titan_hydra.experiments.plan.command_plan import add_job, counting, planned_job, searchable
+from titan_hydra.experiments.plan.command_plan import add_job, device_counting, planned_job, searchable
 from titan_hydra.experiments.plan.search import DEGREES, search
 from titan_hydra.experiments.runs import find, rundir
 from titan_hydra.experiments.runs.find import RunCell
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     ):
         if (value := getattr(args, name)) < least:
             raise bad_value(f"--{name}", value, reason, least)
-    with counting(args, "titan rates tune"):
+    with device_counting(args, "titan rates tune"):
         return tuned(args)
 
 
