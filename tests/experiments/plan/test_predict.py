@@ -1,5 +1,6 @@
 """Test predictions of our own jobs: their terms, the changes that they suggest, and how they vary with the job."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 from titan_hydra.core.job.adapter import adapter_parameters
 from titan_hydra.core.job.config.family import FAMILIES, family_of
 from titan_hydra.core.job.freeze import freeze
-from titan_hydra.core.job.rules.checks import check
+from titan_hydra.core.job.rules.checks import LAYOUT, RANKS, RECIPE, VALUES, check
 from titan_hydra.core.job.rules.memory import of_a_rank
 from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.experiments.plan import links, memory, predict, search, time
@@ -55,23 +56,44 @@ def test_adapters_leave_two_bytes_for_each_parameter_of_the_model():
     )
 
 
-@pytest.mark.parametrize("batch", [1, 16])
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("gpus=1", "parallelism=single", "model=llama3_1b"),
-        ("gpus=1", "parallelism=single", "model=qwen3_0_6b", "ac=full", "optimizer=sgd"),
-        ("gpus=1", "parallelism=single", "model=qwen3_0_6b", "precision=bf16_full", "loss=linear_cross_entropy"),
-        ("parallelism=ddp", "ac=lean"),
-        ("adapter=lora", "gpus=1", "parallelism=single"),
-    ],
-)
-def test_what_a_job_takes_at_least_is_less_than_its_predicted_memory(overrides, batch):
-    job = job_of(*overrides, f"data.local_batch={batch}")
-    needs = of_a_rank(job)
-    del needs["data.global_batch"]  # is on the host
-    assert sum(needs.values()) <= memory.peak(job).live
+DRAWN = {  # what a draw of the test below chooses from, beside the model
+    "ac": ("full", "lean", "layer"),
+    "optimizer": ("adamw", "muon", "sgd"),
+    "loss": ("cross_entropy", "linear_cross_entropy"),
+    "precision": ("bf16", "fp32", "bf16_full"),
+    "adapter": ("none", "none", "none", "lora"),
+    "data.local_batch": (2, 8, 16),
+    "data.seq_len": (2048, 8192),
+    "parallelism.dp_replicate": (1, 1, 4),
+    "parallelism.dp_shard": (1, 1, 1, 8),
+    "parallelism.tp": (1, 1, 1, 4),
+    "parallelism.cp": (1, 1, 1, 2),
+    "parallelism.pp": (1, 1, 1, 2),
+    "parallelism.sequence_parallel": ("true", "false"),
+}
+
+
+@pytest.mark.parametrize("model", ["llama3_1b", "qwen3_0_6b", "llama3_8b", "qwen3_30b_a3b"])
+def test_what_a_job_takes_at_least_is_less_than_its_predicted_memory(model):
+    dice, legal = random.Random(model), 0
+    for _ in range(20):
+        drawn = {key: dice.choice(values) for key, values in DRAWN.items()}
+        ranks = math.prod(
+            value
+            for key, value in drawn.items()
+            if key.startswith("parallelism.") and value != "true" and value != "false"
+        )
+        batch = drawn["data.local_batch"] * drawn["parallelism.dp_replicate"] * drawn["parallelism.dp_shard"]
+        lines = [f"{key}={value}" for key, value in drawn.items()]
+        more = (f"model={model}", f"gpus={ranks}", f"data.global_batch={batch * dice.choice((1, 1, 2))}")
+        job = job_of(*more, *lines)
+        if check(job, (RANKS, VALUES, LAYOUT, RECIPE)):
+            continue
+        legal += 1
+        needs = of_a_rank(job)
+        del needs["data.global_batch"]  # is on the host
+        assert sum(needs.values()) <= memory.peak(job).live, " ".join((*more, *lines))
+    assert legal > 4
 
 
 def test_gradients_take_the_memory_of_freed_activations_unless_fsdp_keeps_them_apart():
