@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import from_dict, to_dict
 from titan_hydra.core.job.config.fault import Fault
-from titan_hydra.core.job.config.load import leaves
+from titan_hydra.core.job.config.load import complete, leaves
 from titan_hydra.core.job.config.ranges import Interval, range_of
 from titan_hydra.core.job.parametrization import Rules
 
@@ -224,15 +224,10 @@ def typed_model(model: Model, file: Path) -> Model:
     """Return the model section that a config.json gives, with the types of its keys. Raises ConfigError for a value of
     another type, such as null, or outside the key's range, and for values that do not fit together.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    section = type(model)
-    try:
-        held: Any = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(section), to_dict(model)))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{file}: model.{error.full_key}: {str(error).splitlines()[0]}") from error
-    typed: Model = from_dict(section, held)
+    held = to_dict(model)
+    for fault in complete(type(model), held, "model."):
+        raise ConfigError(f"{file}: {fault}")
+    typed: Model = from_dict(type(model), held)
     for name, spec, value, _ in leaves(typed, "model."):
         legal = range_of(spec)
         if value is not None and isinstance(legal, Interval) and (reason := legal.objection(value)):

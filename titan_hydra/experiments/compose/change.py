@@ -9,13 +9,16 @@ from functools import reduce
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.config.convert import converted, type_fault
 from titan_hydra.core.job.config.fault import bad_value, did_you_mean, suggest
 from titan_hydra.core.job.config.load import (
     PICKED,
+    kind_of,
     known_keys,
     no_such_key,
     picked_anew,
     picking,
+    to_dict,
     values_are_what_the_schema_takes,
 )
 from titan_hydra.core.job.config.schema import Job
@@ -59,7 +62,7 @@ def _typed(text: str, job: Job) -> tuple[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    override, schema = OverridesParser.create().parse_override(text), OmegaConf.structured(job)
+    override = OverridesParser.create().parse_override(text)
     key = override.key_or_group
     if override.is_delete() or override.is_sweep_override():
         raise ConfigError(f"{text}: only KEY=VALUE, with one value")
@@ -72,9 +75,14 @@ def _typed(text: str, job: Job) -> tuple[str, Any]:
         if is_dataclass(section) and not hasattr(section, name):
             raise ConfigError(str(no_such_key(type(section), above, name, override.value(), vars(section))))
         section, above = getattr(section, name, None), f"{above}{name}."
+    schema = OmegaConf.create(to_dict(job))  # for the keys that the value refers to
+    OmegaConf.update(schema, key, override.value(), merge=False)
     try:
-        OmegaConf.update(schema, key, override.value(), merge=False)
+        value = OmegaConf.select(schema, key)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error) or str(error)) from error
-    value = OmegaConf.select(schema, key)
-    return key, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    value, kind = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value, kind_of(key)
+    try:
+        return key, converted(kind, value)
+    except ValueError:
+        raise ConfigError(str(type_fault(key, kind, value, known_keys()[key]))) from None

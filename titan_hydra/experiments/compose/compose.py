@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.files import CONF
-from titan_hydra.core.job.config.load import picking, read
+from titan_hydra.core.job.config.load import defaults, picking, read
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.rules.checks import check
@@ -40,9 +40,9 @@ def register_schema() -> None:
     def sweeper(*, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> Cells:
         return Cells(hydra_context.config_loader, task_function, config)
 
-    schema = OmegaConf.structured(Job)
-    # Unknown keys are allowed here. load.py checks the keys that a part (an optimizer, a data source, ...) brings, once
-    # the user's modules are imported.
+    # Plain defaults, as `read` types all values. Sections that select a part (an optimizer, a data source, ...) take any
+    # key here, since the part's keys are known only once the user's modules are imported.
+    schema = OmegaConf.create(defaults(Job))
     for name in picking():
         OmegaConf.set_struct(schema[name], False)
     ConfigStore.instance().store(name="schema", node=schema)

@@ -49,12 +49,6 @@ def _theirs(error: BaseException) -> bool:
 
 PATTERNS: list[tuple[str, Callable[..., str]]] = [
     (
-        r"In '([^']+)': \w+ raised.*?full_key: (sweep\.cells[^\n]*)",
-        lambda file, key: (
-            f"{file}.yaml: {key}: a cell has a name and a list of overrides; quote an override that holds a comma"
-        ),
-    ),
-    (
         r"Ambiguous value for argument '([^\n]+)'\n",
         lambda override: f"{override}: several values need -m, or brackets where they are a list",
     ),

@@ -3,7 +3,6 @@ what would be right.
 """
 
 import dataclasses
-import functools
 import re
 import typing
 from collections.abc import Sequence
@@ -11,22 +10,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.core.job.config.fault import Fault, as_value, did_you_mean, quoted, shown, suggest
+from titan_hydra.core.job.config.convert import converted, type_fault, wanted
+from titan_hydra.core.job.config.fault import as_value, did_you_mean, quoted, shown, suggest
 from titan_hydra.core.job.config.files import CONF, default_options, unusable_options
 from titan_hydra.core.job.config.load import PICKED, holder_of, kind_of, known_keys
-from titan_hydra.core.job.config.ranges import range_of
 
 from .scan import misread_options, takes_text
 
 # maximum length of an override in characters; with longer overrides Hydra's parser takes seconds or crashes
 LONGEST = 20_000
-KINDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    list: "a list, as [a,b]",
-    dict: "a table, as {NAME: VALUE}",
-}
 SYNONYMS = {  # names that other programs give to our keys and groups, or to whole overrides
     "data.local_batch": "batch_size micro_batch_size per_device_train_batch_size bs",
     "optimizer.lr": "learning_rate max_lr",
@@ -267,10 +259,13 @@ def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path], o
     )
     if names and not own and isinstance(value, str) and value not in names:
         return f"{key}={shown(value)}: is the name of the chosen option; choose one with {group}=OPTION ({', '.join(names)})"
-    if _fits(key, value):
-        return _read_otherwise(key, value, override.input_line) if takes_text(key) else None
-    help = f" ({known_keys()[key].metadata['help']})" if key in known_keys() else ""
-    return str(Fault(key, value, f"must be {wanted(key)}")) + help
+    if "${" in str(value) or value == "???":
+        return None  # `read` has the value
+    try:
+        converted(kind, value)
+    except ValueError:
+        return str(type_fault(key, kind, value, known_keys().get(key)))
+    return _read_otherwise(key, value, override.input_line) if takes_text(key) else None
 
 
 def _read_otherwise(key: str, value: Any, line: str) -> str | None:
@@ -294,54 +289,10 @@ def unknown_key(key: str) -> str:
     if dataclasses.is_dataclass(kind_of(above)):  # the key may be below a name that the user chose
         names += [f"{above}.{spec.name}" for spec in dataclasses.fields(kind_of(above))]
     elif kind_of(above) is not None:
-        return f"{shown(key)}: {above} is {wanted(above)}, and has no keys below it"
+        return f"{shown(key)}: {above} is {wanted(kind_of(above), known_keys().get(above))}, and has no keys below it"
     last = key.rpartition(".")[2].lower()
     meant = tuple(name for name, words in SYNONYMS.items() if last in words.split())
     legal = meant or suggest(key, names) or suggest(key.lower(), names)
     return f"{shown(key)}: no such key or group" + did_you_mean(
         legal, otherwise="; `python launch.py --help` lists them"
     )
-
-
-def wanted(key: str) -> str:
-    """Describe the values of a key in words: type, choices, range."""
-    spec, parts = (
-        known_keys().get(key),
-        [part for part in (*typing.get_args(kind_of(key)), kind_of(key)) if part is not type(None)],
-    )
-    optional = type(None) in typing.get_args(kind_of(key))
-    plain = parts[0] if optional else typing.get_origin(kind_of(key)) or kind_of(key)
-    choices, of = (
-        spec.metadata["choices"] if spec else (),
-        str(range_of(spec) or "") if spec and plain is not dict else "",
-    )
-    of = f"one of {', '.join(choices)}" if choices else of
-    words = (
-        of if plain is str and of else KINDS.get(plain, "text") + (f", {'each ' * (plain is list)}{of}" if of else "")
-    )
-    return words + " or null" * optional
-
-
-def _fits(key: str, value: Any) -> bool:
-    """Whether OmegaConf accepts a value for a key. For a bool only the numbers 0 and 1 are accepted, though OmegaConf
-    accepts any.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    if kind_of(key) is bool and isinstance(value, int) and value not in (0, 1):
-        return False
-    section, name = holder_of(key)
-    try:
-        OmegaConf.update(_structured(section), name, value, merge=False, force_add=True)
-    except (OmegaConfBaseException, ValueError):
-        return False
-    return True
-
-
-@functools.cache
-def _structured(section: Any) -> Any:
-    """Return a typed configuration in which values of a section's keys can be tried."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.structured(section)

@@ -23,8 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.base.redact import redact
 from titan_hydra.core.job.config.fault import Fault, as_value, suggest
+from titan_hydra.core.job.config.load import complete
+from titan_hydra.core.job.config.operation import Sweep
 
 from .explain import explain
 from .overrides import mistakes
@@ -39,10 +42,13 @@ def expand_sweep(config: Any, overrides: list[str], faults: list[str]) -> list[C
     A cell that does not compose adds a line to `faults` instead of raising, since Hydra would print an exception in its
     own way. `sweep.cell=NAME` selects one cell, so that the overrides of a cell reproduce that cell.
     """
+    file, typed = _split(overrides)
+    if wrong := _typed(config, file):
+        faults.extend(wrong)
+        return []
     cells, only = config.sweep.cells, config.sweep.cell
     if not cells:
         return [(config, overrides)]
-    file, typed = _split(overrides)
     for key, value in (("sweep.cell", only), ("sweep.baseline", config.sweep.baseline)):
         if value is not None and value not in cells:
             faults.append(
@@ -73,6 +79,8 @@ def sweep_cells(compose: Callable[[list[str]], Any], overrides: list[str]) -> li
     found: list[Composed] = []
     for own_file in [[f"{key}={name}"] for name in names.split(",")] if file else [[]]:
         config = compose([*own_file, *(override for override in overrides if override not in file)])
+        if wrong := _typed(config, own_file):
+            raise ConfigError("\n".join(wrong))
         only = config.sweep.cell
         cells = [
             _compose_cell(compose, name, own_file, list(own), typed)
@@ -81,6 +89,23 @@ def sweep_cells(compose: Callable[[list[str]], Any], overrides: list[str]) -> li
         ]
         found += cells or [(config, [*own_file, *typed])]
     return found
+
+
+def _typed(config: Any, file: list[str]) -> list[str]:
+    """Give the section `sweep` of a composed configuration the types of its keys, as its names and cells are used before
+    `read` types the others. Return the faults.
+    """
+    from omegaconf import OmegaConf
+
+    values: Any = OmegaConf.to_container(config.sweep, resolve=True)
+    cells = values.get("cells")
+    for own in cells.values() if isinstance(cells, dict) else ():
+        if not isinstance(own, list) or not all(isinstance(override, str) for override in own):
+            reason = "a cell has a name and a list of overrides; quote an override that holds a comma"
+            return [f"{_where(file)}: sweep.cells: {reason}"]
+    if not (faults := list(complete(Sweep, values, "sweep."))):
+        config.sweep = values
+    return list(map(str, faults))
 
 
 def named(composed: list[Composed]) -> list[Composed]:
@@ -135,6 +160,8 @@ def _compose_cell(
     compose: Callable[[list[str]], Any], name: str, file: list[str], own: list[str], typed: list[str]
 ) -> Composed:
     config = compose([*file, *own, *typed])
+    if wrong := _typed(config, file):
+        raise ConfigError("\n".join(wrong))
     config.sweep.cells = {}
     config.sweep.cell = name
     return config, [*file, f"sweep.cell={as_value(name)}", *own, *typed]

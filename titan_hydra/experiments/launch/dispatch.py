@@ -11,6 +11,7 @@ from typing import Any
 from titan_hydra.core.base.errors import Exit
 from titan_hydra.core.base.redact import redact
 from titan_hydra.core.job.config import Fault, Job, identity, read
+from titan_hydra.core.job.config.convert import BOOLEANS
 from titan_hydra.core.job.config.fault import counted, shown
 from titan_hydra.core.job.config.registry import executor_named
 from titan_hydra.core.job.freeze import freeze
@@ -37,7 +38,7 @@ def dispatch(composed: list[tuple[Any, list[str]]], begun: Begun | None = None) 
     if not composed:  # there are no cells: Hydra has answered --help, --cfg or --info
         return Exit.DONE
     cells, faults = read_all(named(composed))
-    skip = any(config.launch.skip_invalid is True for config, _ in composed)
+    skip = any(BOOLEANS.get(str(config.launch.skip_invalid).lower()) for config, _ in composed)
     for fault in faults:
         print(f"{'left out: ' if skip else ''}{fault}", file=sys.stderr)
     if not cells or (faults and not skip):

@@ -125,7 +125,7 @@ def reported(error: Exception, full_error: bool, cells: list[Composed]) -> int:
         print(error, file=sys.stderr)
         return error.status
     if isinstance(error, PermissionError):  # for example, the runs belong to another user
-        runs = Path(cells[0][0].paths.runs).expanduser() if cells else Path()
+        runs = Path(str(cells[0][0].paths.runs)).expanduser() if cells else Path()
         print(denied(error, "paths.runs", runs), file=sys.stderr)
         return 2
     if full_error or not (line := explain(error)):

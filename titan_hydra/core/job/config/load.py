@@ -4,11 +4,11 @@ import dataclasses
 import functools
 import hashlib
 import json
-import pickle
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from .convert import converted, type_fault
 from .family import FAMILIES, family_named, unknown_family
 from .fault import Fault, as_typed, suggest
 from .field import Changes
@@ -44,6 +44,7 @@ from .schema import (
     Parametrization,
     PipelineSchedule,
     Precision,
+    Train,
     default_of,
 )
 from .source import Data, Part
@@ -154,7 +155,7 @@ def read(config: Any) -> tuple[Job | None, list[Fault]]:
         data: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         return None, [Fault(error.full_key, _as_written(config, error.full_key), str(error).splitlines()[0])]
-    faults = list(_part_faults(data)) or list(_key_faults(Job, data, ""))
+    faults = _import_faults(data) or list(complete(Job, data, ""))
     if faults:
         return None, faults
     job = from_dict(Job, data)
@@ -162,66 +163,80 @@ def read(config: Any) -> tuple[Job | None, list[Fault]]:
     return (None, faults) if faults else (job, [])
 
 
-def _part_faults(data: dict[str, Any]) -> Iterator[Fault]:
-    """Give each section that selects a part the types and defaults of that part's keys, in place. Yield a fault for
-    each value that does not fit.
-
-    Hydra composes these sections before the user's modules are imported; so it accepts any key in them.
-    """
+def _import_faults(data: dict[str, Any]) -> list[Fault]:
+    """Import the user's modules, which may register parts with keys of their own. Return the faults of their list."""
     train = data.get("train")
-    if not isinstance(train, dict) or not isinstance(train.get("imports"), list):
-        return  # `_key_faults` reports the missing key
-    if not all(isinstance(module, str) for module in train["imports"]):
-        yield Fault("train.imports", train["imports"], "must be a list of words, not of lists or tables")
-        return
-    if faults := load_user_modules(train["imports"]):
-        yield from faults
-        return
-    for name, section in picking().items():
-        if isinstance(data.get(name), dict):
-            yield from _type_section(section, data, name, f"{name}.", train["imports"])
-    mixture = data["data"].get("mixture") if isinstance(data.get("data"), dict) else None
-    for name, part in mixture.items() if isinstance(mixture, dict) else ():
-        if isinstance(part, dict):
-            yield from _type_section(Part, mixture, name, f"data.mixture.{name}.", train["imports"])
-        else:
-            yield Fault(f"data.mixture.{name}", part, "needs its keys; it cannot be a single value")
+    if not isinstance(train, dict) or "imports" not in train:
+        return []  # `complete` reports the missing key
+    kind, spec = _hints(Train)["imports"], Train.__dataclass_fields__["imports"]
+    try:
+        return load_user_modules(converted(kind, train["imports"]))
+    except ValueError:
+        return [type_fault("train.imports", kind, train["imports"], spec)]
 
 
-def _type_section(section: Any, above: dict[str, Any], name: str, prefix: str, imports: list[str]) -> Iterator[Fault]:
-    """Replace a section that selects a part, in the table `above` it, by its typed values. Yield a fault for each value
-    that does not fit.
+def complete(section: Any, values: dict[str, Any], prefix: str, needed: bool = True) -> Iterator[Fault]:
+    """Give the values of a section their types, and the keys of the parts that it selects their defaults, in place. Yield
+    a fault for each value of another type, for each key that the schema lacks (added with `+`), and for each that has no
+    value, or that was deleted (`~`) though the section has it with every part; a section has none such unless `needed`.
     """
-    from omegaconf.errors import OmegaConfBaseException
-
-    values, (pick, parts) = above[name], PICKED[section]
-    picked = values.get(pick)
-    if section is Model and picked not in parts:
-        yield unknown_family(picked)
-        return
-    choices = section.__dataclass_fields__[pick].metadata["choices"]
-    if isinstance(picked, str) and picked != "???" and choices and picked not in choices:
-        yield _not_a_choice(prefix + pick, picked, picked, choices, imports)
+    pick = PICKED[section][0] if section in PICKED else None
+    if pick and (fault := _wrong_part(section, values, prefix)):
+        yield fault
         return
     cls = typed(section, values)
-    if faults := list(_key_faults(cls, values, prefix, needed=_hints(section))):
-        yield from faults
-        return
-    try:
-        above[name] = pickle.loads(_typed_values(cls, pickle.dumps(values)))
-    except OmegaConfBaseException as error:
-        value = functools.reduce(lambda node, part: node[part], error.full_key.split("."), values)
-        yield Fault(f"{prefix}{error.full_key}", value, str(error).splitlines()[0])
+    hints, always = _hints(cls), _hints(section) if needed else {}
+    yield from (no_such_key(cls, prefix, name, value, values) for name, value in values.items() if name not in hints)
+    for spec in dataclasses.fields(cls):
+        name, kind, key = spec.name, hints[spec.name], prefix + spec.name
+        if name not in values and name in always:
+            yield Fault(key, None, "is needed and cannot be deleted")
+            continue
+        inside = dataclasses.is_dataclass(kind)
+        value = values[name] if name in values else {} if inside else default_of(spec)
+        if inside and isinstance(value, dict):
+            values[name] = value
+            yield from complete(kind, value, f"{key}.", needed and not pick)
+        elif inside:
+            yield Fault(key, value, "needs its keys; it cannot be a single value")
+        elif value == "???":
+            yield Fault(key, value, "no value given")
+        else:
+            yield from _set(values, spec, kind, key, value)
 
 
-@functools.lru_cache(1000)
-def _typed_values(cls: Any, values: bytes) -> bytes:
-    """Return the values of a section with the types and defaults of its dataclass. Arguments and result are pickled, so
-    that the result can be cached: OmegaConf needs milliseconds, and the cells of a sweep share most sections.
+def _set(values: dict[str, Any], spec: dataclasses.Field[Any], kind: Any, key: str, value: Any) -> Iterator[Fault]:
+    """Set a key of `values`, with the type `kind`. Yield a fault if the value does not fit; in a table of sections, one
+    for each value in them that does not.
     """
-    from omegaconf import OmegaConf
+    try:
+        values[spec.name] = converted(kind, value)
+    except ValueError:
+        yield type_fault(key, kind, value, spec)
+        return
+    for name, entry in value.items() if spec.metadata["entry"] and isinstance(value, dict) else ():
+        if isinstance(entry, dict):
+            yield from complete(spec.metadata["entry"], entry, f"{key}.{name}.")
+        else:
+            yield Fault(f"{key}.{name}", entry, "needs its keys; it cannot be a single value")
 
-    return pickle.dumps(OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(cls), pickle.loads(values))))
+
+def _wrong_part(section: Any, values: dict[str, Any], prefix: str) -> Fault | None:
+    """Return the fault of the key that selects a section's part, if there is no such part."""
+    pick, parts = PICKED[section]
+    spec, kind, picked = section.__dataclass_fields__[pick], _hints(section)[pick], values.get(pick)
+    if section is Model and (not isinstance(picked, str) or picked not in parts):
+        return unknown_family(picked)
+    if pick not in values:
+        return None  # `complete` reports it
+    try:
+        values[pick] = converted(kind, picked)
+    except ValueError:
+        return type_fault(prefix + pick, kind, picked, spec)
+    choices = spec.metadata["choices"]
+    if not choices or picked == "???" or not isinstance(values[pick], str) or values[pick] in choices:
+        return None
+    return _not_a_choice(prefix + pick, picked, picked, choices)
 
 
 def _as_written(config: Any, key: str) -> Any:
@@ -232,6 +247,15 @@ def _as_written(config: Any, key: str) -> Any:
     for part in key.split("."):
         value = value.get(part, "?") if isinstance(value, dict) else "?"
     return value
+
+
+def defaults(section: Any) -> dict[str, Any]:
+    """Return the defaults of all keys of a section, as plain values."""
+    hints = _hints(section)
+    return {
+        spec.name: defaults(hints[spec.name]) if dataclasses.is_dataclass(hints[spec.name]) else default_of(spec)
+        for spec in dataclasses.fields(section)
+    }
 
 
 def identity(job: Job) -> str:
@@ -377,7 +401,7 @@ def values_are_what_the_schema_takes(job: Job) -> Iterator[Fault]:
             if isinstance(element, list | dict):
                 yield Fault(key, value, "must be a list of words, not of lists or tables")
             elif choices and element not in choices:
-                yield _not_a_choice(key, value, element, choices, job.train.imports)
+                yield _not_a_choice(key, value, element, choices)
             elif range and isinstance(element, str) is isinstance(range, Text) and (reason := range.objection(element)):
                 yield Fault(key, element, reason, range.nearest(element) if isinstance(range, Interval) else ())
         if only and section.name not in only and value != default_of(spec):
@@ -386,10 +410,10 @@ def values_are_what_the_schema_takes(job: Job) -> Iterator[Fault]:
             yield Fault(key, value, f"{chosen}={section.name} does not read it; {' or '.join(only)} would")
 
 
-def _not_a_choice(key: str, value: Any, element: Any, choices: Sequence[str], imports: list[str]) -> Fault:
+def _not_a_choice(key: str, value: Any, element: Any, choices: Sequence[str]) -> Fault:
     reason = "not one of the choices" if element is value else f"{element} is not one of the choices"
     if isinstance(choices, Names) and not suggest(str(element), choices):
-        reason += f"; one of your own needs train.imports={as_typed([*imports, 'ITS_MODULE'])}"
+        reason += "; one of your own needs train.imports=[ITS_MODULE]"
     return Fault(key, value, reason, tuple(choices))
 
 
@@ -412,25 +436,6 @@ def _types(cls: Any) -> dict[str, Any]:
 
 
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(_types)
-
-
-def _key_faults(cls: Any, data: dict[str, Any], prefix: str, needed: dict[str, Any] | None = None) -> Iterator[Fault]:
-    """Yield a fault for each key that the schema lacks (added with `+`), that was deleted (`~`), or that has no value.
-    If `needed` is given, only the keys in it must be present; all other keys, and the keys of inner sections, get their
-    defaults later.
-    """
-    hints = _hints(cls)
-    for name, value in data.items():
-        if name not in hints:
-            yield no_such_key(cls, prefix, name, value, data)
-        elif dataclasses.is_dataclass(hints[name]) and isinstance(value, dict):
-            yield from _key_faults(typed(hints[name], value), value, f"{prefix}{name}.", None if needed is None else {})
-        elif dataclasses.is_dataclass(hints[name]):
-            yield Fault(prefix + name, value, "needs its keys; it cannot be a single value")
-        elif value == "???":
-            yield Fault(prefix + name, value, "no value given")
-    for name in (hints if needed is None else needed).keys() - data.keys():
-        yield Fault(prefix + name, None, "is needed and cannot be deleted")
 
 
 def no_such_key(cls: Any, prefix: str, name: str, value: Any, data: dict[str, Any]) -> Fault:
