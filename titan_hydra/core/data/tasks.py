@@ -95,7 +95,7 @@ def load_tasks(job: Job) -> list[Task]:
     since the job was checked, and no row may end the run at a validation.
     """
     if wrong := next(faults(job), None):
-        raise ConfigError(str(wrong))
+        raise wrong.error
     words = words_of_data(job)
     found = []
     for path in job.validation.tasks:

@@ -14,7 +14,6 @@ import torch
 import torch.compiler.config
 from torch import nn
 
-from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.base.private import GraphBreak, join_collectives
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import fault_at
@@ -63,7 +62,7 @@ def breaks_refused(job: Job) -> Iterator[None]:
         why = re.search(r"Explanation: (.*)", text)
         reason = f"a block of {job.model.family} is more than one graph: {why[1] if why else text.splitlines()[0]}"
         where = f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
-        raise ConfigError(str(fault_at(job, "compile.name", reason.rstrip(".") + where, "off"))) from error
+        raise fault_at(job, "compile.name", reason.rstrip(".") + where, "off").error from error
 
 
 def compiled_parts(block: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -6,8 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config.fault import Fault
+from titan_hydra.core.job.config.fault import bad_value
 from titan_hydra.core.job.config.user_code import digest_of_code
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.code import code_here, code_in, describe_code
@@ -31,7 +30,7 @@ def take(runs: Path, user: dict[str, Path]) -> Path:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         reason = f"{final.parent}, which holds the code that runs import, cannot be written ({error.strerror})"
-        raise ConfigError(str(Fault("paths.runs", str(runs), reason))) from error
+        raise bad_value("paths.runs", str(runs), reason) from error
 
 
 def _copy(code: dict[str, Path], final: Path) -> Path:

@@ -154,7 +154,7 @@ def _train(folder: Path, attempt: Path, place: Place) -> None:
     set_environment(place.local_ranks, async_tp, place.local_rank)
     job = load_job(directory)
     if fault := edited_sources(job.train):
-        raise ConfigError(str(fault))
+        raise fault.error
     replica, group = _group_of(job, place, folder)
     submission = _check_claim(attempt, place)
     remove_stopped(layout.ATTEMPT.of(folder, int(attempt.name) - 1), place.rank)

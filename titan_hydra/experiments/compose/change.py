@@ -9,8 +9,8 @@ from functools import reduce
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config.convert import converted, type_fault
 from titan_hydra.core.job.config.fault import bad_value, did_you_mean, suggest
+from titan_hydra.core.job.config.field import converted, type_fault
 from titan_hydra.core.job.config.load import (
     PICKED,
     kind_of,
@@ -73,7 +73,7 @@ def _typed(text: str, job: Job) -> tuple[str, Any]:
     above = ""
     for name in key.split("."):  # the key is in the schema, but the part that the job selects may lack the key
         if is_dataclass(section) and not hasattr(section, name):
-            raise ConfigError(str(no_such_key(type(section), above, name, override.value(), vars(section))))
+            raise no_such_key(type(section), above, name, override.value(), vars(section)).error
         section, above = getattr(section, name, None), f"{above}{name}."
     schema = OmegaConf.create(to_dict(job))  # for the keys that the value refers to
     OmegaConf.update(schema, key, override.value(), merge=False)
@@ -85,4 +85,4 @@ def _typed(text: str, job: Job) -> tuple[str, Any]:
     try:
         return key, converted(kind, value)
     except ValueError:
-        raise ConfigError(str(type_fault(key, kind, value, known_keys()[key]))) from None
+        raise type_fault(key, kind, value, known_keys()[key]).error from None

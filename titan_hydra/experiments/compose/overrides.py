@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.core.job.config.convert import converted, type_fault, wanted
 from titan_hydra.core.job.config.fault import as_value, did_you_mean, quoted, shown, suggest
+from titan_hydra.core.job.config.field import converted, type_fault, wanted
 from titan_hydra.core.job.config.files import CONF, default_options, unusable_options
 from titan_hydra.core.job.config.load import PICKED, holder_of, kind_of, known_keys
 

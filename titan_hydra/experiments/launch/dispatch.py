@@ -11,8 +11,8 @@ from typing import Any
 from titan_hydra.core.base.errors import Exit
 from titan_hydra.core.base.redact import redact
 from titan_hydra.core.job.config import Fault, Job, identity, read
-from titan_hydra.core.job.config.convert import BOOLEANS
 from titan_hydra.core.job.config.fault import counted, shown
+from titan_hydra.core.job.config.field import BOOLEANS
 from titan_hydra.core.job.config.registry import executor_named
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.rules.checks import warnings

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from titan_hydra.core.base.errors import ConfigError, RunError, denied, require_folder
 from titan_hydra.core.base.private import composing_once
 from titan_hydra.core.base.text import all_printed, not_printed, ready_to_print, unprintable
+from titan_hydra.core.job.config.fault import bad_value
 from titan_hydra.core.job.config.files import CONF, default_options, load_yaml
 from titan_hydra.core.job.config.registry import SEARCHES, resolve
 from titan_hydra.core.job.inputs import look_anew
@@ -100,7 +101,10 @@ def main(script: Path | None = None, begun: Begun | None = None) -> int:
             print(*dict.fromkeys(line.faults), sep="\n", file=sys.stderr)
             return 2
         if line.questions:
-            return resolve(SEARCHES[line.questions[0].config.search.name].run)(line.questions[0])
+            name = str(line.questions[0].config.search.name)
+            if name not in SEARCHES:
+                raise bad_value("search.name", name, "not one of the choices", *SEARCHES)
+            return resolve(SEARCHES[name].run)(line.questions[0])
         if searched := next((config.search.name for config, _ in line.cells if config.search.name != "off"), None):
             raise ConfigError(
                 f"search={searched}: draws the values of swept keys, so it needs -m, and no file of sweeps/"

@@ -35,7 +35,7 @@ def run_longer(run: RunCell, values: list[str], wanted: int | None) -> int:
     )
     new = change(old, values, experiment=("steps",))
     if new.steps == old.steps:
-        raise ConfigError(str(fault_at(new, "steps", "the run has this number of steps already")))
+        raise fault_at(new, "steps", "the run has this number of steps already").error
     if reason := not_extended(old):
         raise ConfigError(f"{run.directory.name}: {reason}")
     step, note = origin(run.directory, old, new, wanted)

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config import Fault, Job
+from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import bad_value, divisors
 from titan_hydra.core.job.config.model import Model
@@ -54,8 +54,7 @@ def parameters_in(model: Model) -> int:
 def model_near(base: Model, parameters: float) -> Model:
     """Return the model of the rule whose number of parameters is nearest to `parameters` (by ratio)."""
     if base.dim % base.n_heads:
-        fault = Fault("model.dim", base.dim, f"the rule needs a multiple of model.n_heads={base.n_heads}")
-        raise ConfigError(str(fault))
+        raise bad_value("model.dim", base.dim, f"the rule needs a multiple of model.n_heads={base.n_heads}")
     if not (isfinite(parameters) and parameters > 0):
         raise ConfigError(f"a size is a positive number of parameters, not {parameters}")
     before = model_of(base, 1)

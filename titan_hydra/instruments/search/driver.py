@@ -58,14 +58,14 @@ def run_search(question: Question) -> int:
         raise ConfigError("launch.force=true: a search goes on with its runs; another search.seed begins a new one")
     if plan.search.parallel > 1 and EXECUTORS[job.cluster.executor].single:
         reason = f"cluster={job.cluster.name} runs one trial, in this process"
-        raise ConfigError(str(fault_at(plan, "search.parallel", reason, 1)))
+        raise fault_at(plan, "search.parallel", reason, 1).error
     if job.launch.stop_at_failure:
         raise ConfigError("launch.stop_at_failure=true: a search learns from trials that fail")
     if plan.search.parallel > 1 and EXECUTORS[job.cluster.executor].here and (devices := devices_here()):
         fits = 1 if executor_named(job.cluster.executor).one_cell else max(devices // processes(job), 1)
         if plan.search.parallel > fits:
             reason = f"each trial takes {processes(job)} of {counted(devices, 'device')}"
-            raise ConfigError(str(fault_at(plan, "search.parallel", reason, fits)))
+            raise fault_at(plan, "search.parallel", reason, fits).error
     if faults := list(faults_of_the_place([plan.base], states)):
         raise ConfigError("\n".join(map(str, faults)))
     if job.launch.mode == "dry":

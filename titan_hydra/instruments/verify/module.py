@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import to_dict
 from titan_hydra.core.job.config.fault import divisors, fault_at
 from titan_hydra.core.models.init import clean_name
@@ -172,7 +171,7 @@ def verify_module(place: str, steps: int) -> ModuleVerdict:
         reason = (
             f"{rows} samples cannot be split evenly over {subject.parts} ranks in {subject.accumulation} microbatches"
         )
-        raise ConfigError(str(fault_at(subject, "accumulation", reason, *tuple(divisors(rows // subject.parts)))))
+        raise fault_at(subject, "accumulation", reason, *tuple(divisors(rows // subject.parts))).error
     config = to_dict(compose_job("precision=fp32"))
     with tempfile.TemporaryDirectory() as folder:
         jobs = [(place, steps, config)]

@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
     found = {key: source for key, source in data_sources(job.data).items() if source.name in shown}
     if not found:
         reason = "only sources that pack rows into samples can be shown"
-        raise ConfigError(str(fault_at(job, "data.name", reason, *tuple(shown))))
+        raise fault_at(job, "data.name", reason, *tuple(shown)).error
     job.data.max_bad_rows = 2**31 - 1  # those that cannot be used are shown
     if faults := check(job):
         raise ConfigError("\n".join(map(str, faults)))

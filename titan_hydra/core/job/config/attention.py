@@ -8,8 +8,6 @@ would compute wrongly; each such check names the issue.
 
 from typing import NamedTuple
 
-from titan_hydra.core.base.errors import ConfigError
-
 from .fault import Fault
 from .registry import CP_ROTATIONS
 from .schema import Job
@@ -50,7 +48,7 @@ def kernels(asked: str, call: Call) -> list[str]:
     """
     found = [kernel for kernel in (KERNELS if asked == "auto" else (asked,)) if refusal(kernel, call) is None]
     if not found:
-        raise ConfigError(str(kernel_fault(asked, call)))
+        raise kernel_fault(asked, call).error
     return found
 
 

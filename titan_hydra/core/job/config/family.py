@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titan_hydra.core.base.errors import ConfigError
-
 from .fault import Fault, suggest
 from .model import Model
 from .registry import REGISTRIES, Registry, resolve
@@ -195,7 +193,7 @@ def family_of(config: Model) -> Family:
 def family_named(name: Any) -> Family:
     """Return a family by its name. Raises ConfigError if there is none."""
     if name not in FAMILIES:
-        raise ConfigError(str(unknown_family(name)))
+        raise unknown_family(name).error
     return FAMILIES[name]
 
 

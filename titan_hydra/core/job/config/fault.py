@@ -34,6 +34,11 @@ class Fault:
         """The nearest legal numbers or all legal choices, as they are typed on a command line."""
         return " or ".join(map(as_typed, nearest(self.value, self.legal)))
 
+    @property
+    def error(self) -> ConfigError:
+        """The error that ends a command because of this value."""
+        return ConfigError(str(self))
+
 
 def fault_at(job: Any, key: str, reason: str, *legal: Any) -> Fault:
     """Return the fault of the value that a job (or another tree of sections) has at a dotted key."""
@@ -42,7 +47,7 @@ def fault_at(job: Any, key: str, reason: str, *legal: Any) -> Fault:
 
 def bad_value(key: str, value: Any, reason: str, *legal: Any) -> ConfigError:
     """Return the error that ends a command because of one value."""
-    return ConfigError(str(Fault(key, value, reason, legal)))
+    return Fault(key, value, reason, legal).error
 
 
 def counted(number: int, what: str) -> str:

@@ -1,16 +1,29 @@
 """How a configuration key is defined: a dataclass field with a description, a range, and other properties that the
-checks and the help use.
+checks and the help use. And how a value gets the type of its key: Hydra composes plain values, and nothing else types
+them.
 """
 
+import contextlib
+import typing
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import Field, field
 from typing import Any, Literal
 
-from .ranges import Range
+from .fault import Fault
+from .ranges import Range, range_of
 
 Changes = Literal["learning", "work", "learning and work", "held-out loss", "technique"]
 READS = ("data", "validation", "tasks", "tokenizer", "weights", "schedule")  # what files can be
 Reads = Literal["data", "validation", "tasks", "tokenizer", "weights", "schedule"]
+
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list, as [a,b]",
+    dict: "a table, as {NAME: VALUE}",
+}
+BOOLEANS = dict.fromkeys(("yes", "y", "on", "true", "1"), True) | dict.fromkeys(("no", "n", "off", "false", "0"), False)
 
 
 def key(
@@ -51,3 +64,46 @@ def key(
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def converted(kind: Any, value: Any) -> Any:
+    """Return a plain value with the type of its key: a number may be a text that has the form of it, and a float may be a
+    whole number. Raises ValueError if the value does not fit.
+    """
+    of, inner = typing.get_origin(kind), typing.get_args(kind)
+    if type(None) in inner:
+        return None if value is None else converted(next(part for part in inner if part is not type(None)), value)
+    if kind is Any:
+        return value
+    if of is list and isinstance(value, list):
+        return [converted(inner[0], element) for element in value]
+    if of is dict and isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        return {name: converted(inner[1], entry) for name, entry in value.items()}
+    if kind is bool and str(value).lower() in BOOLEANS:
+        return BOOLEANS[str(value).lower()]
+    if kind is str and isinstance(value, str | int | float):
+        return str(value)
+    number = isinstance(value, int | str) or (kind is float and isinstance(value, float))
+    if kind in (int, float) and number and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # a whole number that is larger than any float
+            return kind(value)
+    raise ValueError(value)
+
+
+def type_fault(key: str, kind: Any, value: Any, spec: Field[Any] | None) -> Fault:
+    """Return the fault of a value that `converted` refuses. `spec` is the field of the key, if the schema has one."""
+    help = f" ({spec.metadata['help']})" if spec else ""
+    return Fault(key, value, f"must be {wanted(kind, spec)}{help}")
+
+
+def wanted(kind: Any, spec: Field[Any] | None) -> str:
+    """Describe the values of a key in words: type, choices, range."""
+    parts = typing.get_args(kind)
+    optional = type(None) in parts
+    plain = next(part for part in parts if part is not type(None)) if optional else typing.get_origin(kind) or kind
+    choices = spec.metadata["choices"] if spec else ()
+    of = str(range_of(spec) or "") if spec and plain is not dict else ""
+    of = f"one of {', '.join(choices)}" if choices else of
+    if plain is str and of:
+        return of + " or null" * optional
+    return KINDS.get(plain, "text") + (f", {'each ' * (plain is list)}{of}" if of else "") + " or null" * optional

@@ -8,10 +8,9 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .convert import converted, type_fault
 from .family import FAMILIES, family_named, unknown_family
 from .fault import Fault, as_typed, suggest
-from .field import Changes
+from .field import Changes, converted, type_fault
 from .field import key as described
 from .model import Model
 from .operation import Cluster, Metrics, Search, Validation
@@ -202,23 +201,16 @@ def complete(section: Any, values: dict[str, Any], prefix: str, needed: bool = T
         elif value == "???":
             yield Fault(key, value, "no value given")
         else:
-            yield from _set(values, spec, kind, key, value)
-
-
-def _set(values: dict[str, Any], spec: dataclasses.Field[Any], kind: Any, key: str, value: Any) -> Iterator[Fault]:
-    """Set a key of `values`, with the type `kind`. Yield a fault if the value does not fit; in a table of sections, one
-    for each value in them that does not.
-    """
-    try:
-        values[spec.name] = converted(kind, value)
-    except ValueError:
-        yield type_fault(key, kind, value, spec)
-        return
-    for name, entry in value.items() if spec.metadata["entry"] and isinstance(value, dict) else ():
-        if isinstance(entry, dict):
-            yield from complete(spec.metadata["entry"], entry, f"{key}.{name}.")
-        else:
-            yield Fault(f"{key}.{name}", entry, "needs its keys; it cannot be a single value")
+            try:
+                values[name] = converted(kind, value)
+            except ValueError:
+                yield type_fault(key, kind, value, spec)
+                continue
+            for own, entry in value.items() if (of := spec.metadata["entry"]) and value else ():
+                if isinstance(entry, dict):
+                    yield from complete(of, entry, f"{key}.{own}.")
+                else:
+                    yield Fault(f"{key}.{own}", entry, "needs its keys; it cannot be a single value")
 
 
 def _wrong_part(section: Any, values: dict[str, Any], prefix: str) -> Fault | None:
