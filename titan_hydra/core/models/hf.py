@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import from_dict, to_dict
 from titan_hydra.core.job.config.fault import Fault
-from titan_hydra.core.job.config.load import complete, leaves
+from titan_hydra.core.job.config.load import give_types, leaves
 from titan_hydra.core.job.config.ranges import Interval, range_of
 from titan_hydra.core.job.parametrization import Rules
 
@@ -225,7 +225,7 @@ def typed_model(model: Model, file: Path) -> Model:
     another type, such as null, or outside the key's range, and for values that do not fit together.
     """
     held = to_dict(model)
-    for fault in complete(type(model), held, "model."):
+    for fault in give_types(type(model), held, "model."):
         raise ConfigError(f"{file}: {fault}")
     typed: Model = from_dict(type(model), held)
     for name, spec, value, _ in leaves(typed, "model."):

@@ -26,7 +26,7 @@ from typing import Any
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.base.redact import redact
 from titan_hydra.core.job.config.fault import Fault, as_value, suggest
-from titan_hydra.core.job.config.load import complete
+from titan_hydra.core.job.config.load import give_types
 from titan_hydra.core.job.config.operation import Sweep
 
 from .explain import explain
@@ -103,7 +103,7 @@ def _typed(config: Any, file: list[str]) -> list[str]:
         if not isinstance(own, list) or not all(isinstance(override, str) for override in own):
             reason = "a cell has a name and a list of overrides; quote an override that holds a comma"
             return [f"{_where(file)}: sweep.cells: {reason}"]
-    if not (faults := list(complete(Sweep, values, "sweep."))):
+    if not (faults := list(give_types(Sweep, values, "sweep."))):
         config.sweep = values
     return list(map(str, faults))
 

@@ -154,7 +154,7 @@ def read(config: Any) -> tuple[Job | None, list[Fault]]:
         data: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         return None, [Fault(error.full_key, _as_written(config, error.full_key), str(error).splitlines()[0])]
-    faults = _import_faults(data) or list(complete(Job, data, ""))
+    faults = _import_faults(data) or list(give_types(Job, data, ""))
     if faults:
         return None, faults
     job = from_dict(Job, data)
@@ -166,7 +166,7 @@ def _import_faults(data: dict[str, Any]) -> list[Fault]:
     """Import the user's modules, which may register parts with keys of their own. Return the faults of their list."""
     train = data.get("train")
     if not isinstance(train, dict) or "imports" not in train:
-        return []  # `complete` reports the missing key
+        return []  # `give_types` reports the missing key
     kind, spec = _hints(Train)["imports"], Train.__dataclass_fields__["imports"]
     try:
         return load_user_modules(converted(kind, train["imports"]))
@@ -174,7 +174,7 @@ def _import_faults(data: dict[str, Any]) -> list[Fault]:
         return [type_fault("train.imports", kind, train["imports"], spec)]
 
 
-def complete(section: Any, values: dict[str, Any], prefix: str, needed: bool = True) -> Iterator[Fault]:
+def give_types(section: Any, values: dict[str, Any], prefix: str, needed: bool = True) -> Iterator[Fault]:
     """Give the values of a section their types, and the keys of the parts that it selects their defaults, in place. Yield
     a fault for each value of another type, for each key that the schema lacks (added with `+`), and for each that has no
     value, or that was deleted (`~`) though the section has it with every part; a section has none such unless `needed`.
@@ -195,7 +195,7 @@ def complete(section: Any, values: dict[str, Any], prefix: str, needed: bool = T
         value = values[name] if name in values else {} if inside else default_of(spec)
         if inside and isinstance(value, dict):
             values[name] = value
-            yield from complete(kind, value, f"{key}.", needed and not pick)
+            yield from give_types(kind, value, f"{key}.", needed and not pick)
         elif inside:
             yield Fault(key, value, "needs its keys; it cannot be a single value")
         elif value == "???":
@@ -208,7 +208,7 @@ def complete(section: Any, values: dict[str, Any], prefix: str, needed: bool = T
                 continue
             for own, entry in value.items() if (of := spec.metadata["entry"]) and value else ():
                 if isinstance(entry, dict):
-                    yield from complete(of, entry, f"{key}.{own}.")
+                    yield from give_types(of, entry, f"{key}.{own}.")
                 else:
                     yield Fault(f"{key}.{own}", entry, "needs its keys; it cannot be a single value")
 
@@ -220,7 +220,7 @@ def _wrong_part(section: Any, values: dict[str, Any], prefix: str) -> Fault | No
     if section is Model and (not isinstance(picked, str) or picked not in parts):
         return unknown_family(picked)
     if pick not in values:
-        return None  # `complete` reports it
+        return None  # `give_types` reports it
     try:
         values[pick] = converted(kind, picked)
     except ValueError:
