@@ -108,33 +108,23 @@ def add_plots(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log", action="store_true", help="plot losses on a logarithmic scale")
 
 
-def refuse_mixed(args: argparse.Namespace) -> None:
-    """Raise ConfigError if two options print two documents."""
-    if args.gate:
-        others = {name: name for name in (*forms(), "over", "baseline", "html", "plots", "serve", "output")}
-        for option, name in (others | {"with": "foreign"}).items():
-            if getattr(args, name):
-                raise ConfigError(f"--gate: prints a verdict on each run, and takes no --{option}")
-    if args.json and (given := [name for name in (*forms(), "serve") if getattr(args, name)]):
-        raise ConfigError(f"--json: prints one document, and --{given[0]} another; give one of them")
-
-
 def main(args: argparse.Namespace) -> int:
     """Print, write or serve the report. Raises ConfigError if no cell has numbers, or if cells cannot be compared."""
     if asks_for_copies(args):
         return copy_or_send(args)
-    refuse_mixed(args)
     if args.gate:
         from titan_hydra.experiments.report.gate import gate_main
 
-        return gate_main(args, allowed_keys(args))
+        return gate_main(args, tuple(forms()))
+    if args.json and (given := [name for name in (*forms(), "serve") if getattr(args, name)]):
+        raise ConfigError(f"--json: prints one document, and --{given[0]} another; give one of them")
     if args.serve:
         from titan_hydra.experiments.report.serve import serve
 
         serve(lambda: made(args), args.port)
         return Exit.DONE
     report = made(args)
-    if all(row.cell.rate is None and row.cell.loss is None for row in report.own):
+    if all(row.cell.rate is None and row.cell.loss is None for row in report.rows):
         states = ", ".join(f"{row.cell.name}: {row.cell.word}" for row in report.rows[:6]) + (
             ", ..." if len(report.rows) > 6 else ""
         )
@@ -202,13 +192,9 @@ def report_of(
     return report
 
 
-def allowed_keys(args: argparse.Namespace) -> set[str]:
-    """Return the keys that --allow names."""
-    return {key.strip() for key in args.allow.split(",") if key.strip()}
-
-
 def made(args: argparse.Namespace) -> Report:
-    report = report_of(args.target, args.runs, args.baseline, allowed_keys(args), args.over, args.foreign)
+    allowed = {key.strip() for key in args.allow.split(",") if key.strip()}
+    report = report_of(args.target, args.runs, args.baseline, allowed, args.over, args.foreign)
     for name, (_, change) in of_all("REPORT_CHANGES").items():
         report = resolve(change)(report) if getattr(args, name) else report
     return report

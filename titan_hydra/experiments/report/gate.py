@@ -65,10 +65,15 @@ class GateCheck:
         )
 
 
-def gate_main(args: Namespace, allowed: set[str]) -> int:
+def gate_main(args: Namespace, forms: tuple[str, ...]) -> int:
     """Print the verdict of a gate about the selected runs. Return Exit.MISSED if a check is missed. Raises ConfigError if
-    the gate's file has faults.
+    the gate's file has faults, or if another option asks for a form of the report.
     """
+    others = {name: name for name in (*forms, "over", "baseline", "html", "plots", "serve", "output")}
+    for option, name in (others | {"with": "foreign"}).items():
+        if getattr(args, name):
+            raise ConfigError(f"--gate: prints a verdict on each run, and takes no --{option}")
+    allowed = {name.strip() for name in args.allow.split(",") if name.strip()}
     gate = read_gate(args.gate)
     checks = list(checks_of(gate, args.target, args.runs, allowed))
     missed = sum(not check.passed for check in checks)
