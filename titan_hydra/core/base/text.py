@@ -104,18 +104,18 @@ def table(
     leaves: Sequence[str] = (),
 ) -> list[str]:
     """Return a line for the titles and one for each row. The columns in `right` are aligned right. On a terminal the
-    columns in `leaves` are left out, in this order, and then those in `gives` are truncated, until the lines fit; the
-    hash at the end of a run's name stays. `colours` has the colours of some columns for each row.
+    columns in `gives` are truncated, in this order, until the lines fit, and if that is not enough those in `leaves` are
+    left out; the hash at the end of a run's name stays. `colours` has the colours of some columns for each row.
     """
     texts = [[*titles], *([str(cell) for cell in row] for row in rows)]
     screen = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for title in leaves if screen else ():
-        if _wide(texts) > screen:
+        if _least(texts, gives) > screen:
             index = texts[0].index(title)
             texts = [[*line[:index], *line[index + 1 :]] for line in texts]
     titles = texts[0]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    for title in gives if screen else ():
+    for title in (title for title in gives if screen and title in titles):
         index = titles.index(title)
         excess = sum(widths) + len(GAP) * (len(widths) - 1) - screen
         widths[index] -= max(min(excess, widths[index] - NARROWEST), 0)
@@ -131,9 +131,12 @@ def table(
     return lines
 
 
-def _wide(texts: list[list[str]]) -> int:
-    """Return the number of characters of the widest line of a table."""
-    return sum(max(map(len, column)) for column in zip(*texts, strict=True)) + len(GAP) * (len(texts[0]) - 1)
+def _least(texts: list[list[str]], gives: Sequence[str]) -> int:
+    """Return the number of characters of a table's lines if the columns in `gives` are truncated."""
+    columns = list(zip(*texts, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    widths = [min(w, NARROWEST) if column[0] in gives else w for w, column in zip(widths, columns, strict=True)]
+    return sum(widths) + len(GAP) * (len(widths) - 1)
 
 
 def _cut(text: str, width: int) -> str:

@@ -70,7 +70,10 @@ def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None
             [*row, *(predict.line(cell.prediction) if cell.prediction else "----")]
             for row, cell in zip(rows, cells, strict=True)
         ]
-    print(*table(titles, rows, (*numbers, *PREDICTED[:1], *PREDICTED[2:]), ("cell", "run")), sep="\n")
+    right = (*numbers, *PREDICTED[:1], *PREDICTED[2:])
+    leaves = ("GPU-hours at most", "parameters", "tokens/s/device", "nodes", "GPU-hours")
+    shown = [title for title in leaves if title in titles]
+    print(*table(titles, rows, right, ("cell", "run"), leaves=shown), sep="\n")
     start = sum(cell.wants(state) for cell, state in zip(cells, states, strict=True))
     others = [state.kind for cell, state in zip(cells, states, strict=True) if not cell.wants(state)]
     print(

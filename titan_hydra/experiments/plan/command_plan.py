@@ -222,7 +222,7 @@ def show(rows: list[Row], points: int, job: Job, args: argparse.Namespace) -> No
         f"global batch {first.job.data.global_batch:,} x {first.job.data.seq_len:,} tokens; batch: data.local_batch",
         sep="\n",
     )
-    lines = table(titles, cells, ("", "dp", *degrees, *numbers), schedule, leaves=("limited by",))
+    lines = table(titles, cells, ("", "dp", *degrees, *numbers), leaves=("limited by",))
     fitting = sum(row.prediction.fits != "tight" for row in rows)
     if fitting < len(rows):
         what = "faster, but tight" if fitting else "nothing fits with room to spare; tight"

@@ -102,7 +102,8 @@ def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, 
         layout = (layout_of(made.job), made.job.ac.name, made.job.data.local_batch, f"{made.peak.gib:.1f}", made.fits)
         rows.append((f"{count:,}", *layout, *times, limit))
     numbers = ("gpus", "local batch", "GiB", "tokens/s/device", "tokens/s", "of linear", "GPU-hours")
-    print(*table(TITLES, rows, numbers), sep="\n")
+    leaves = ("limited by", "tokens/s", "local batch", "GPU-hours")
+    print(*table(TITLES, rows, numbers, ("layout",), leaves=leaves), sep="\n")
     print(f"GPU-hours of a billion tokens. {LIMITED}", *predict.notes(job), "", sep="\n")
     print(*(f"{count:>6,}  {whole_line(job, row, args)}" for count, row in best.items()), sep="\n")
 

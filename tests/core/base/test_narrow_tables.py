@@ -1,0 +1,25 @@
+"""Test that tables fit a terminal of 80 columns and keep the hash by which a run is named."""
+
+import pytest
+
+from titan_hydra.core.base.text import table
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def test_names_are_cut_before_columns_are_left_out_and_keep_their_hash():
+    run = f"{'llama3_8b-fsdp_tp_pp-float8_rowwise' * 2}-e1ee3d75"
+    titles = ("run", "cell", "ranks", "state")
+    lines = table(titles, [(run, "optimizer.lr=0.001 " * 6, 64, "new")], gives=("cell", "run"), leaves=("ranks",))
+    assert max(map(len, lines)) <= 80 and "-e1ee3d75  " in lines[1] and "ranks" in lines[0]
+
+
+def test_columns_are_left_out_where_cutting_is_not_enough():
+    titles = ("run", "first", "second")
+    lines = table(titles, [("a-e1ee3d75", "x" * 40, "y" * 40)], gives=("run",), leaves=("second",))
+    assert lines[0].split() == ["run", "first"] and "y" not in lines[1]
