@@ -47,7 +47,7 @@ _looked: dict[tuple[str, tuple[str, ...]], tuple[float, Found]] = {}
 class Input:
     """A path that a key names: what the files are, the path as typed, the suffixes of the files that are read, and the
     name under which they are recorded. With `names`, only files that lie in the folder itself and have one of these names
-    count. Files with a name of `beside` count if they lie beside the file.
+    count. Files with a name of `beside` count if they lie beside the file, and headers if they lie beside a .bin.
     """
 
     key: str
@@ -65,6 +65,11 @@ class Input:
             return sorted(file for name in self.names for file in path.glob(name) if file.is_file())
         files = data_files(self.path, expand(self.path), self.suffixes)
         beside = [path.with_name(name) for name in self.beside] if files else []
+        # what says how the numbers of a .bin are read: our header, and Megatron-LM's index
+        tokens = [file for file in files if file.suffix == ".bin"]
+        beside += [
+            place for file in tokens for place in (file.with_name(f"{file.name}.json"), file.with_suffix(".idx"))
+        ]
         return files + [file for file in beside if file.is_file() and file != path]
 
 

@@ -157,7 +157,7 @@ def counting(found: list[Counted]) -> Callable[[Trainer, Batch], AbstractContext
         with tracking(tracker):
             yield
         state = tracker.live - before
-        held = {"weights": weights, "gradients": gradients[0], "optimizer": built + state}
+        held: dict[str, float] = {"weights": weights, "gradients": gradients[0], "optimizer": built + state}
         peak = max(peaks[0] + state, tracker.peak)
         found.append(Counted(peak, held, dict(tracker.messages), dict(tracker.calls)))
 

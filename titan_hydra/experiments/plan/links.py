@@ -138,9 +138,10 @@ def _exchange(shape: Shape, factors: Factors) -> Exchange:
     else:
         inside = experts.reached(ep) * (near - 1) / near
         between = experts.reached(nodes) * (nodes - 1) / nodes
-    links = inside / (hardware.nvlink_gbs * 1e9 * factors.dispatch), between / (hardware.nic_gbs * 1e9)
     fullest = imbalance(shape, factors)
-    return Exchange(*(fullest * token * seconds for seconds in links), fullest * handling)
+    nvlink = fullest * token * inside / (hardware.nvlink_gbs * 1e9 * factors.dispatch)
+    nic = fullest * token * between / (hardware.nic_gbs * 1e9)
+    return Exchange(nvlink, nic, fullest * handling)
 
 
 def exchange_passes(shape: Shape, factors: Factors) -> Pair:

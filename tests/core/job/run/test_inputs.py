@@ -383,3 +383,15 @@ def test_only_weights_and_what_says_how_to_compute_with_them_count(desk):
         with pytest.raises(ConfigError, match="other bytes"):
             inputs.initial_weights(directory, str(desk / "hf"))
         (desk / "hf" / name).unlink() if before is None else (desk / "hf" / name).write_text(before)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin.json", "tokens.idx"])
+def test_what_says_how_tokens_are_read_belongs_to_them(desk, name):
+    (desk / "tokens.bin").write_bytes(bytes(4096))
+    (desk / name).write_text("first")
+    job = job_of(desk, "data=tokens", "data.path=tokens.bin")
+    directory = begun(desk, job)
+    assert not list(inputs.changes(job, directory, desk / "runs"))
+    (desk / name).write_text("other")
+    (fault,) = faults(job, directory)
+    assert fault.key == "data.path" and "[data]" in fault.reason
