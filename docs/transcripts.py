@@ -5,7 +5,8 @@
 
 The lines of a page's blocks marked `sh` run in order in an empty folder. A block marked `text`, or a table, shows some
 lines of the output of the block before it, in order; "..." stands for other lines, or for the rest of a line. Rates and
-times may differ, nothing else. Run it on a quiet machine with --write. tests/test_transcripts.py runs it too.
+times may differ, nothing else, and the time of day of a log's row may be left out. Run it on a quiet machine with
+--write. tests/test_transcripts.py runs it too.
 """
 
 import argparse
@@ -28,6 +29,7 @@ COLOURS = {  # of GitHub's pages: background, border, text, command, what fits, 
 }
 RATES = {"tokens/s per device", "tokens/s/device", "IQR", "difference", "seconds"}  # columns of tables
 RATE = re.compile(r"[\d,.]+(?= tokens/s| tflops)|\d+:\d\d:\d\d(?= left)|(?<= )[\d.]+(?= s\b)")
+CLOCK = re.compile(r"\d\d:\d\d:\d\d  ")  # the time of day at the beginning of a row of a log
 BLOCK = re.compile(r"```sh\n(?P<lines>.*?)```\n(?:\s*(?:```text\n(?P<text>.*?)```|(?P<table>(?:\|.*\n)+)))?", re.S)
 
 
@@ -70,7 +72,8 @@ def masked(lines: list[str]) -> list[str]:
     """Return lines with single blanks and without rates and times: those of a table are whole columns."""
     columns, result = [], []
     for line in lines:
-        cells = re.split(r"\s{2,}|\s*\|\s*", line.strip())
+        line = CLOCK.sub("", line.strip())
+        cells = re.split(r"\s{2,}|\s*\|\s*", line)
         if RATES & set(cells):
             columns = [cell in RATES for cell in cells]
         if len(columns) == len(cells):
@@ -81,7 +84,7 @@ def masked(lines: list[str]) -> list[str]:
 
 def skeleton(line: str) -> str:
     """Return a line without numbers, but for those of its first two words, by which a step is known."""
-    line = re.sub(r"\b[0-9a-f]{8}\b", "#", " ".join(line.split()))
+    line = re.sub(r"\b[0-9a-f]{8}\b", "#", " ".join(CLOCK.sub("", line).split()))
     words = line.split(" ", 2)
     return " ".join(words[:2] + [re.sub(r"-?\d[\d,.:e-]*", "0", rest) for rest in words[2:]])
 
@@ -105,7 +108,8 @@ def compare(shown: list[str], printed: list[str]) -> tuple[list[str], list[str]]
             at = found[0] + 1
             line = printed[found[0]]
             if cut:
-                line = re.match(rf"(?:\s*\S+){{{len(begin.split())}}}", line)[0] + "  ..."
+                words = len(begin.split()) + bool(CLOCK.match(line))
+                line = re.match(rf"(?:\s*\S+){{{words}}}", line)[0] + "  ..."
         today.append(line)
     return missing, today
 

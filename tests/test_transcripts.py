@@ -44,6 +44,15 @@ def test_todays_line_takes_the_place_of_an_old_one():
     assert transcripts.compare(today, PRINTED) == ([], today)
 
 
+def test_the_time_of_day_may_differ():
+    printed = [f"03:04:05  {line}" for line in PRINTED[:2]]
+    assert transcripts.compare(["01:01:01  step  8/8  loss 7.5614 (mean 8.2835)  ..."], printed) == (
+        [],
+        ["03:04:05  step  8/8  loss 7.5614 (mean 8.2835)  ..."],
+    )
+    assert transcripts.compare(["01:01:01  step  8/8  loss 7.5614 (mean 9.2835)  ..."], printed)[0]
+
+
 def test_a_wrong_line_cannot_stand_before_a_right_one():
     assert transcripts.compare([PRINTED[1], PRINTED[0]], PRINTED)[0] == [PRINTED[0]]
 

@@ -15,7 +15,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 COLOURS = {"red": "31", "green": "32", "yellow": "33", "magenta": "35", "cyan": "36", "dim": "2", "bold": "1"}
+LOG_COLOURS = {  # of the parts of a rank's log
+    r"^\d\d:\d\d:\d\d(?=  )": "dim",
+    r"(?<=  )(?:validation )?loss \S+": "cyan",
+    r"(?<=  )checkpoint saved": "green",
+    r"(?i)^warning:.*": "yellow",
+}
 GAP = "  "  # the text between two columns
+CLOCK = "%H:%M:%S"  # the time of day at the beginning of a row of a rank's log
 NARROWEST = 12  # minimum number of characters to which a column is truncated
 
 
@@ -72,6 +79,22 @@ def all_printable(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 
+def coloured() -> bool:
+    """Whether the output is a terminal that shows colours."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+def with_colours(log: str) -> str:
+    """Return lines of a rank's log with colours, if the terminal shows them: the time of day, losses, what was saved, and
+    warnings.
+    """
+    if not coloured():
+        return log
+    for pattern, colour in LOG_COLOURS.items():
+        log = re.sub(pattern, f"\x1b[{COLOURS[colour]}m\\g<0>\x1b[0m", log, flags=re.M)
+    return log
+
+
 def to_json(value: Any) -> str:
     """Return the document that a command prints with --json: keys in their order, null for a number that is not finite,
     which JSON lacks.
@@ -119,7 +142,7 @@ def table(
         index = titles.index(title)
         excess = sum(widths) + len(GAP) * (len(widths) - 1) - screen
         widths[index] -= max(min(excess, widths[index] - NARROWEST), 0)
-    plain = not sys.stdout.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    plain = not coloured()
     lines = []
     for line, colour in zip(texts, [dict.fromkeys(titles, "dim"), *(colours or [{}] * (len(texts) - 1))], strict=True):
         parts = []

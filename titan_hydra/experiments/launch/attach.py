@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from titan_hydra.core.base.errors import LAST_WORDS
 from titan_hydra.core.base.plain import NotPlain, open_plain
-from titan_hydra.core.base.text import printable
+from titan_hydra.core.base.text import printable, with_colours
 from titan_hydra.core.job.run import checkpoints, layout
 from titan_hydra.core.job.run.records import alive
 from titan_hydra.experiments.runs import rundir
@@ -246,7 +246,9 @@ class _Terminal(PlainDisplay):
 
     def log(self, text: str) -> None:
         if not self.several:
-            self.line(text)
+            from rich.text import Text
+
+            self.bar.console.print(Text.from_ansi(with_colours(f"{self.label}{text}")), soft_wrap=True)
 
     def progress(self, directory: Path, attempt: Path) -> None:
         """Update the step, loss, rate and remaining time from the trainer's files, at most twice a second."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.plain import open_plain
-from titan_hydra.core.base.text import printable
+from titan_hydra.core.base.text import printable, with_colours
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.hang import verdict
 from titan_hydra.core.job.run.run import newest_attempt
@@ -157,13 +157,13 @@ class Tail:
             shown = layout.last_lines(path, lines, 1 << 24) if lines else ""
             self.file.seek(0, 2)
             if shown:
-                print(shown, flush=True)
+                print(with_colours(shown), flush=True)
 
     def more(self) -> None:
         """Print what has been written since the last call."""
         while block := self.file.read(1 << 16):
             sys.stdout.write(
-                printable(re.sub("\r+\n?", "\n", self.decode(block)))
+                with_colours(printable(re.sub("\r+\n?", "\n", self.decode(block))))
             )  # a progress bar ends its lines with \r
         sys.stdout.flush()
 

@@ -1,8 +1,6 @@
 """`titan data show`: show which tokens of packed rows a run would learn."""
 
 import argparse
-import os
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_hydra.core.base.errors import ConfigError, Exit
-from titan_hydra.core.base.text import COLOURS, table
+from titan_hydra.core.base.text import COLOURS, coloured, table
 from titan_hydra.core.data import Wanted
 from titan_hydra.core.data.shards import BadShard, BadShards
 from titan_hydra.core.data.unknown import share_of_unknown
@@ -83,11 +81,6 @@ def _show(samples: Chat, job: Job, row: int) -> None:
         except BadShard as error:
             bad.append(str(error))
     print(*_summary(job, samples, turns, bad), sep="\n")
-
-
-def coloured() -> bool:
-    """Whether the output is a terminal that shows colours."""
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 def marked(reader: ConversationReader, turns: Turns) -> str:

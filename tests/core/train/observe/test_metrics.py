@@ -1,6 +1,7 @@
 """Test the fields that a run records, what they mean, and that wandb's copy continues at the same step after a resume."""
 
 import json
+import re
 
 import pytest
 
@@ -57,14 +58,20 @@ def events(directory):
     return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
 
 
+def shown(line):
+    """Return a line without the time of day at its beginning."""
+    assert re.match(r"\d\d:\d\d:\d\d  ", line)
+    return line[10:]
+
+
 def test_lines_of_events_have_the_style_of_steps():
     saved = {"event": "checkpoint", "step": 8, "seconds": 0.934, "seconds_held": 0.934}
-    assert event_line(saved, 72) == "step  8/72  checkpoint saved  0.93 s"
+    assert shown(event_line(saved, 72)) == "step  8/72  checkpoint saved  0.93 s"
     assert event_line(saved | {"seconds_held": 0.1}, 72).endswith("0.93 s, training waited 0.10 s")
     checked = {"event": "validation", "step": 8, "validation_loss": 7.87891, "seconds": 2.07}
-    assert event_line(checked, 72) == "step  8/72  validation loss 7.8789  2.07 s"
+    assert shown(event_line(checked, 72)) == "step  8/72  validation loss 7.8789  2.07 s"
     assert event_line(checked | {"validation_loss": None}, 72).endswith("validation loss -  2.07 s")
-    assert event_line({"event": "bad_row", "step": 8, "row": "a:3"}, 8) == "step 8/8  bad_row  row a:3"
+    assert shown(event_line({"event": "bad_row", "step": 8, "row": "a:3"}, 8)) == "step 8/8  bad_row  row a:3"
 
 
 def test_a_step_on_a_cpu_shows_no_tflops():

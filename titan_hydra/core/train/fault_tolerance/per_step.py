@@ -22,6 +22,7 @@ from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
 from titan_hydra.core.base.errors import RunError
+from titan_hydra.core.base.text import CLOCK
 from titan_hydra.core.checkpoint import state
 from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.data.loader import Loader
@@ -167,7 +168,10 @@ class PerStep(Groups):
                 self.channel.allreduce([host], self.exchange).wait()
                 tensor.copy_(host)  # has no effect if `host` shares the tensor's memory
             except RuntimeError as error:  # gloo raises no other exceptions
-                print(f"step {self.manager.current_step() + 1} is repeated: {str(error).splitlines()[0]}", flush=True)
+                reason = str(error).splitlines()[0]
+                print(
+                    f"{time.strftime(CLOCK)}  step {self.manager.current_step() + 1} is repeated: {reason}", flush=True
+                )
                 self.manager.report_error(error)
         if self.manager.errored():
             # Shut down the channel now. Otherwise a group that is blocked in it, waiting for this group, would never

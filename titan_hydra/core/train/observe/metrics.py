@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_hydra.core.base.text import finite_or_null
+from titan_hydra.core.base.text import CLOCK, finite_or_null
 from titan_hydra.core.job.adapter import adapts
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import counted
@@ -381,7 +381,7 @@ def event_line(row: dict[str, Any], steps: int) -> str:
 
 
 def _step(row: dict[str, Any], steps: int) -> str:
-    return f"step {row['step']:>{len(str(steps))}}/{steps}"
+    return f"{time.strftime(CLOCK)}  step {row['step']:>{len(str(steps))}}/{steps}"
 
 
 def _shown(loss: float | None) -> str:
