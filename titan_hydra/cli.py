@@ -1,11 +1,13 @@
 """The `titan` command. A word, or a word and its verb, has two functions: one adds its arguments, the other runs it."""
 
 import argparse
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from titan_hydra.core.base.errors import ConfigError, Exit, RunError, denied, require_folder
 from titan_hydra.core.base.text import all_printed, not_printed, ready_to_print, unprintable
@@ -335,6 +337,17 @@ def _run(command: Callable[[argparse.Namespace], int], args: argparse.Namespace)
         return not_printed(error)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong on one line, with the option or the verb that is probably meant, and exit."""
+        hint = ""
+        if unknown := re.match(r"unrecognized arguments: (--[\w-]+)", message):
+            options = re.findall(r"--[\w-]+", self.format_usage())
+            verbs = [f"titan {name}" for name in COMMANDS if name.endswith(f" {unknown[1].removeprefix('--')}")]
+            hint = did_you_mean(suggest(unknown[1], options)[:1] or verbs[:1])
+        self.exit(Exit.CONFIG, f"{self.prog}: {message}{hint or f' ({self.prog} --help)'}\n")
+
+
 def _arguments(name: str, argv: list[str]) -> argparse.Namespace:
     """Parse the arguments of a word, or of a word and its verb; exits with status 2 if they are wrong."""
     word = COMMANDS[name]
@@ -342,7 +355,7 @@ def _arguments(name: str, argv: list[str]) -> argparse.Namespace:
     if verbs := verbs_of(name, COMMANDS):
         columns = _columns({verb: one.text for verb, one in verbs.items()}, max(map(len, verbs)), _width())
         text = "\n".join([text, "", f"titan {name} VERB:", *columns])
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"titan {name}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=text,

@@ -272,3 +272,19 @@ def test_names_of_other_programs_lead_to_ours(guess, meant):
 
 def test_whole_overrides_that_are_hints_compose():
     assert not mistakes([name for name in SYNONYMS if "=" in name])
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("status --folow", "did you mean --follow?"),
+        ("plan --tune 4", "did you mean titan rates tune?"),
+        ("status -x", "titan status --help"),
+        ("generate", "titan generate --help"),
+    ],
+)
+def test_an_option_that_a_word_does_not_have_is_one_line(line, meant, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(line.split())
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.err.count("\n") == 1 and meant in said.err and not said.out
