@@ -342,7 +342,7 @@ class _Parser(argparse.ArgumentParser):
         """Print what is wrong on one line, with the option or the verb that is probably meant, and exit."""
         hint = ""
         if unknown := re.match(r"unrecognized arguments: (--[\w-]+)", message):
-            options = re.findall(r"--[\w-]+", self.format_usage())
+            options = re.findall(r"--[\w-]+", self.format_help())
             verbs = [f"titan {name}" for name in COMMANDS if name.endswith(f" {unknown[1].removeprefix('--')}")]
             hint = did_you_mean(suggest(unknown[1], options)[:1] or verbs[:1])
         self.exit(Exit.CONFIG, f"{self.prog}: {message}{hint or f' ({self.prog} --help)'}\n")
