@@ -25,7 +25,7 @@ from typing import Any
 import matplotlib
 
 from titan_hydra.core.job.run import layout
-from titan_hydra.core.job.run.useful import goodput_of
+from titan_hydra.core.job.run.stretches import goodput_of
 from titan_hydra.experiments.report.plots import figure, save_figure
 from titan_hydra.experiments.report.style import settings
 

@@ -41,7 +41,6 @@ NO_TORCH = (
     "core/base",
     "core/job",
     "core/train/worker.py",
-    "core/train/snapshot.py",
     "experiments",
     "instruments/rates",
     "instruments/scaling",

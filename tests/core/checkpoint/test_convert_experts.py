@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.checkpoint import convert, initial
-from titan_hydra.core.checkpoint.folder import Folder
+from titan_hydra.core.checkpoint import convert
+from titan_hydra.core.checkpoint.folder import Folder, load_hf
 from titan_hydra.core.models import build, family_of
 from titan_hydra.core.models.deepseek_v3.config import DeepSeekV3Config, Yarn
 from titan_hydra.core.models.hf import meta_state
@@ -333,7 +333,7 @@ def test_biases_there_need_a_model_that_has_them(tmp_path):
     with pytest.raises(
         ConfigError, match=r"checkpoint.initial_load_path=.*e_score_correction_bias has no place in the model"
     ):
-        initial.load_hf(build(unbiased, 128), unbiased, folder)
+        load_hf(build(unbiased, 128), unbiased, folder)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.checkpoint import exchange
+from titan_hydra.core.checkpoint import convert
 
 
 def write(folder, text):
@@ -31,12 +31,12 @@ def test_the_old_folder_stays_until_the_new_one_is_there(at_once, tmp_path, monk
     shutil_rmtree = shutil.rmtree
     monkeypatch.setattr(shutil, "rmtree", remove)
     if not at_once:  # as on a file system that cannot exchange two folders
-        monkeypatch.setattr(exchange, "EXCHANGE", 1 << 30)
-    with pytest.raises(KeyboardInterrupt), exchange.replacing(target) as new:
+        monkeypatch.setattr(convert, "EXCHANGE", 1 << 30)
+    with pytest.raises(KeyboardInterrupt), convert.replacing(target) as new:
         write(new, "half")
         raise KeyboardInterrupt
     assert read(target) == old and [file.name for file in tmp_path.iterdir()] == ["out"]
-    with exchange.replacing(target) as new:
+    with convert.replacing(target) as new:
         write(new, "new")
         (new / "further").write_text("new")
         assert read(target) == old
@@ -48,6 +48,6 @@ def test_the_old_folder_stays_until_the_new_one_is_there(at_once, tmp_path, monk
 def test_what_is_no_folder_of_weights_is_not_replaced(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(ConfigError, match="--replace: "), exchange.replacing(tmp_path / "mine") as new:
+    with pytest.raises(ConfigError, match="--replace: "), convert.replacing(tmp_path / "mine") as new:
         write(new, "new")
     assert read(tmp_path / "mine") == {"thesis.tex": "x"}

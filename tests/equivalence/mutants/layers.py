@@ -90,7 +90,7 @@ MUTANTS = [
            "parameter.requires_grad_(False).data = parameter.data.to(dtype)",
            "Only the DTensor has the compute dtype; its local tensor stays float32.",
            ("bf16, lora, tp 2",)),
-    Mutant("an export of adapters has A and B exchanged", "lora", "core/checkpoint/adapters.py", '("lora_A", "lora_a"), ("lora_B", "lora_b")',
+    Mutant("an export of adapters has A and B exchanged", "lora", "core/checkpoint/convert.py", '("lora_A", "lora_a"), ("lora_B", "lora_b")',
            '("lora_A", "lora_b"), ("lora_B", "lora_a")', "PEFT loads the matrices in each other's place.", (),
            (f"{LORA_TESTS}::test_exports_load_in_transformers_and_peft",)),
     Mutant("a ring drops an attention kernel of one's own", "cp", "core/parallel/context.py",

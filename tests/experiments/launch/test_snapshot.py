@@ -9,7 +9,6 @@ import pytest
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.run import code, layout
-from titan_hydra.core.train import snapshot
 from titan_hydra.experiments.launch.executors.local import Inline, Processes
 
 
@@ -28,11 +27,11 @@ def checkout(tmp_path, monkeypatch):
 
 def test_a_snapshot_is_the_code_as_it_is_now(checkout):
     runs = checkout / "runs"
-    first = snapshot.take(runs, {})
-    assert snapshot.take(runs, {}) == first, "its own copies belong to the code"
+    first = code.take_snapshot(runs, {})
+    assert code.take_snapshot(runs, {}) == first, "its own copies belong to the code"
     (checkout / "titan_hydra" / "a.py").write_text("a = 2\n")  # not committed
     (checkout / "titan_hydra" / "new.py").write_text("")  # not even tracked
-    second = snapshot.take(runs, {})
+    second = code.take_snapshot(runs, {})
     assert (
         second != first
         and (second / "titan_hydra/a.py").read_text() == "a = 2\n"
@@ -43,9 +42,9 @@ def test_a_snapshot_is_the_code_as_it_is_now(checkout):
         (folder / "titan_hydra/__pycache__").mkdir()
         (folder / "titan_hydra/__pycache__/a.pyc").touch()
         (folder / "titan_hydra/.a.py.swp").touch()
-        assert snapshot.digest_of_code(snapshot.code_in(folder)) == folder.name
+        assert code.digest_of_code(code.code_in(folder)) == folder.name
     (second / "titan_hydra/a.py").write_text("a = 3\n")
-    assert snapshot.digest_of_code(snapshot.code_in(second)) != second.name
+    assert code.digest_of_code(code.code_in(second)) != second.name
 
 
 def test_a_copy_has_the_modes_and_the_time_of_its_making(checkout):
@@ -59,7 +58,7 @@ def test_a_copy_has_the_modes_and_the_time_of_its_making(checkout):
         os.utime(checkout / "titan_hydra" / name, (1, 1))
     before = os.umask(0o007)
     try:
-        copy = snapshot.take(checkout / "runs", {})
+        copy = code.take_snapshot(checkout / "runs", {})
     finally:
         os.umask(before)
     for name, mode in modes.items():
@@ -67,7 +66,7 @@ def test_a_copy_has_the_modes_and_the_time_of_its_making(checkout):
         assert made.st_mode & 0o777 == 0o660 and made.st_mtime > 1
         (checkout / "titan_hydra" / name).chmod(mode ^ 0o111)
     assert (copy / "titan_hydra/link").is_symlink()
-    assert snapshot.take(checkout / "runs", {}) == copy, "names and contents alone make the digest"
+    assert code.take_snapshot(checkout / "runs", {}) == copy, "names and contents alone make the digest"
 
 
 @pytest.mark.parametrize(
@@ -83,9 +82,9 @@ def test_a_damaged_copy_is_replaced(checkout, damage):
     for the jobs that run it.
     """
     runs = checkout / "runs"
-    copy = snapshot.take(runs, {})
+    copy = code.take_snapshot(runs, {})
     damage(copy)
-    assert snapshot.take(runs, {}) == copy and snapshot.digest_of_code(snapshot.code_in(copy)) == copy.name
+    assert code.take_snapshot(runs, {}) == copy and code.digest_of_code(code.code_in(copy)) == copy.name
     assert (copy / "titan_hydra/a.py").read_text() == "a = 1\n"
 
 
@@ -95,8 +94,8 @@ def test_a_checkout_with_any_names_is_copied(checkout):
     os.mkfifo(package / "pipe")
     (package / os.fsdecode(b"caf\xe9.py")).touch()
     (package / ".hidden").touch()
-    copy = snapshot.take(checkout / "runs", {})
-    assert {os.fsencode(name) for name in snapshot.code_in(copy / "titan_hydra")} == {b"a.py", b"link", b"caf\xe9.py"}
+    copy = code.take_snapshot(checkout / "runs", {})
+    assert {os.fsencode(name) for name in code.code_in(copy / "titan_hydra")} == {b"a.py", b"link", b"caf\xe9.py"}
     assert layout.CODE_STATE.read(copy.parent, copy.name)["git_untracked"] == [
         "titan_hydra/.hidden",
         "titan_hydra/caf?.py",
@@ -150,7 +149,7 @@ def test_cells_in_one_process_are_refused_after_an_edit(checkout):
 def test_a_search_goes_on_with_the_code_of_its_first_trial(checkout, tmp_path, capsys):
     """A later driver uses the copy of the first trial's code, and refuses to go on if that copy is lost."""
     runs = checkout / "runs"
-    first = snapshot.take(runs, {})
+    first = code.take_snapshot(runs, {})
     (runs / "one").mkdir()
     layout.ENV.write(runs / "one", {"code": first.name})
     driver_module = pytest.importorskip("titan_hydra.instruments.search.driver")
@@ -175,13 +174,13 @@ def job_of():
 
 def test_a_copy_that_is_there_is_used_where_nothing_can_be_written(checkout, monkeypatch):
     runs = checkout.with_name("runs")
-    copy = snapshot.take(runs, {})
+    copy = code.take_snapshot(runs, {})
 
     def read_only(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(layout.Entry, "write", read_only)
-    assert snapshot.take(runs, {}) == copy
+    assert code.take_snapshot(runs, {}) == copy
     (checkout / "titan_hydra/a.py").write_text("a = 2\n")
     with pytest.raises(ConfigError, match=f"^paths.runs={runs}: {copy.parent}, .* cannot be written"):
-        snapshot.take(runs, {})
+        code.take_snapshot(runs, {})

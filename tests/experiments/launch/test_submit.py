@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from titan_hydra.core.job.run import code as run_code
 from titan_hydra.core.job.run import layout
-from titan_hydra.core.train import snapshot
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.launch.attach import Interrupts
 from titan_hydra.experiments.launch.cell import Cell
@@ -108,7 +108,7 @@ seq 0 "${{n:-0}}" >{bin}/taken-$$; number=$((100 + $(ls {bin}/taken-* | wc -l)))
         (bin / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{bin}:{os.environ['PATH']}")
     monkeypatch.setattr(submit, "largest_array", lambda: 3)
-    monkeypatch.setattr(snapshot, "take", lambda *given: code)
+    monkeypatch.setattr(run_code, "take_snapshot", lambda *given: code)
 
     class Site:
         def submit(self, limit: int, *cells: Cell) -> int:

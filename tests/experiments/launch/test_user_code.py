@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from titan_hydra.core.job.config.user_code import digest_of_code, sources
+from titan_hydra.core.job.run import code as run_code
 from titan_hydra.core.job.run.code import USER, code_in
-from titan_hydra.core.train import snapshot
 
 from .conftest import ROOT
 
@@ -83,11 +83,15 @@ def test_ranks_and_retry_refuse_modules_that_were_edited_since(launcher, project
 
 def test_the_snapshot_holds_the_modules_and_jobs_import_them_from_there(launcher, project, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(project)
-    code = snapshot.take(tmp_path / "runs", sources(["mine"]))
+    code = run_code.take_snapshot(tmp_path / "runs", sources(["mine"]))
     assert (code / USER / "helper.py").read_text() == "SCALE = 1\n" and (code / "titan_hydra/cli.py").is_file()
     assert digest_of_code(code_in(code)) == code.name
     (project / "helper.py").write_text("SCALE = 2\n")
-    assert snapshot.take(tmp_path / "runs", sources(["mine"])) != code != snapshot.take(tmp_path / "runs", {})
+    assert (
+        run_code.take_snapshot(tmp_path / "runs", sources(["mine"]))
+        != code
+        != run_code.take_snapshot(tmp_path / "runs", {})
+    )
     slurm, copy = ("cluster=slurm", "cluster.gpus_per_node=1", "launch.mode=dry"), f"{launcher.folder}/runs/_code/HASH"
     assert f" PYTHONPATH={copy}:{copy}/{USER}${{PYTHONPATH" in start(launcher, project, *slurm).stdout
     assert f" PYTHONPATH={copy}${{PYTHONPATH" in launcher.run(*launcher.TINY, *slurm).stdout

@@ -16,7 +16,7 @@ from titan_hydra import cli
 from titan_hydra.core import models
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint.convert import import_hf
-from titan_hydra.core.checkpoint.initial import load_hf
+from titan_hydra.core.checkpoint.folder import load_hf
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.recipes.flux.config import FluxConfig
 from titan_hydra.recipes.flux.model import Flux

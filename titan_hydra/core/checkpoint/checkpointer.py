@@ -32,13 +32,14 @@ from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.config.operation import Checkpoint
 from titan_hydra.core.job.parametrization import Rules
 from titan_hydra.core.job.run import checkpoints, layout
-from titan_hydra.core.job.run.base import is_hf
+from titan_hydra.core.job.run.checkpoints import is_hf
 from titan_hydra.core.job.run.inputs import initial_weights, record_weights
 from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.models.init import clean_name
 
-from . import initial, safe, state
+from . import safe, state
 from .convert import check_scales, read_model_config
+from .folder import load_hf
 from .planner import LOWER, MODEL, SavePlanner
 from .writer import Writer
 
@@ -302,7 +303,7 @@ class Checkpointer:
         if rules is not None:
             check_scales(source, rules)
         if is_hf(source):
-            initial.load_hf(self.base, model, source)
+            load_hf(self.base, model, source)
             return 0, None
         if problems := self._problems(source) if layout.MANIFEST.of(source).exists() else []:
             raise CheckpointError(f"{source} is damaged: {'; '.join(problems)}")

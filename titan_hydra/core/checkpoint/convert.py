@@ -1,5 +1,5 @@
 """Convert a checkpoint to a Hugging Face folder (safetensors), or such a folder to a checkpoint that training can start
-from.
+from; or the adapters alone to the two files of Hugging Face's PEFT.
 
 An export holds the tensors of one file in memory at a time. An import holds one tensor at a time; a matrix of all
 experts of a block counts as one tensor. An export writes its config.json last, and an import its `.metadata`; a folder
@@ -8,9 +8,13 @@ without that file counts as incomplete, so an interrupted conversion is never ta
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,16 +33,23 @@ from titan_hydra.core.job.config.schema import Parametrization
 from titan_hydra.core.job.config.user_code import require_user_modules
 from titan_hydra.core.job.parametrization import Rules, rules_of
 from titan_hydra.core.job.run import layout
-from titan_hydra.core.job.run.base import is_hf
+from titan_hydra.core.job.run.checkpoints import (
+    as_started,
+    complete_at,
+    config_files,
+    find_checkpoint,
+    find_section,
+    is_hf,
+)
 from titan_hydra.core.job.run.inputs import initial_weights
 from titan_hydra.core.models.hf import folded, hf_of, in_dtype, meta_state
 
 from .carried import facts_at, with_tokenizer
 from .folder import Folder, content_of, write_content
 from .reader import PREFIX, Merged, Reader
-from .sections import as_started, config_files, find_checkpoint, find_section
 from .tokenizer import write_facts
 
+HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux's renameat2
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -236,3 +247,77 @@ def make_target(target: Path) -> None:
         raise ConfigError(f"{target}: exists and is not empty; name a new folder")
     if not os.access(target, os.W_OK):
         raise ConfigError(f"{target}: cannot be written (permission denied)")
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield a new folder beside `target`, and put it in the place of `target` if the block ends without an error. A reader
+    sees either the old folder or the new one, never a mixture. Raises ConfigError if `target` holds something else than
+    exported or imported weights.
+    """
+    target = target.absolute()
+    there = target.is_dir() and any(target.iterdir())
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"--replace: {target} is no folder")
+    if there and not (is_hf(target) or complete_at(target) == target):
+        raise ConfigError(f"--replace: {target} holds no weights of titan checkpoint, so it is not replaced")
+    new = target.with_name(f".{target.name}.new-{os.getpid()}")
+    try:
+        yield new
+        if there:
+            _exchange(new, target)
+        else:
+            new.rename(target)  # an empty folder is replaced too
+    finally:
+        shutil.rmtree(new, ignore_errors=True)  # after the exchange, this is the old folder
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Exchange two folders, at once where the file system can do that."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.renameat2(HERE, os.fsencode(new), HERE, os.fsencode(old), EXCHANGE) == 0:
+        return
+    if (code := ctypes.get_errno()) not in (errno.EINVAL, errno.ENOSYS):
+        raise OSError(code, os.strerror(code), str(old))
+    aside = old.with_name(f"{new.name}.old")
+    old.rename(aside)
+    new.rename(old)
+    aside.rename(new)
+
+
+def export_peft(source: Path, target: Path, dtype: torch.dtype, config_file: Path | None = None) -> int:
+    """Write the adapters of a checkpoint or run, without the model's weights. Return the number of linears that have an
+    adapter. Raises ConfigError if the run was trained without adapters.
+    """
+    checkpoint = find_checkpoint(source)
+    config, reader = read_model_config(checkpoint, config_file), reader_of(checkpoint, config_file)
+    if not isinstance(reader, Merged):
+        raise ConfigError(f"{source}: was trained without adapters; export it with --to hf")
+    _, adapter = find_section("adapter", checkpoint, config_file)
+    file, section = find_section("checkpoint", checkpoint, config_file)
+    base = initial_weights(file.parent, as_started(file, section["initial_load_path"]))
+    hf, tensors, targets = hf_of(config), {}, set()
+    for name in meta_state(config):
+        if found := reader.adapter(name):
+            theirs = hf.name(name).removesuffix(".weight")
+            targets.add(theirs.rpartition(".")[2])
+            tensors |= {
+                f"base_model.model.{theirs}.{part}.weight": found[ours].to(dtype)
+                for part, ours in (("lora_A", "lora_a"), ("lora_B", "lora_b"))
+            }
+    make_target(target)
+    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": adapter["rank"],
+        "lora_alpha": adapter["alpha"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(targets),
+    }
+    write_content(target / "adapter_config.json", about)
+    return len(tensors) // 2

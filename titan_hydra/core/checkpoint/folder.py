@@ -1,4 +1,5 @@
-"""Read the tensors of a model, or any part of a tensor, from a Hugging Face folder (safetensors).
+"""Read the tensors of a model, or any part of a tensor, from a Hugging Face folder (safetensors); load the initial
+weights of a new run from one, slice by slice, into this rank's shards.
 
 In this package, a matrix of all experts is one tensor. A folder may store it as one tensor for each expert, or in the
 packed form that transformers 5 uses in memory, with the gate and up projections of all experts in one tensor. Weights
@@ -20,7 +21,12 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.family import FAMILIES
 from titan_hydra.core.job.config.fault import shown
 from titan_hydra.core.job.config.model import Model
-from titan_hydra.core.models.hf import HuggingFace, typed_model
+from titan_hydra.core.kernels.split_masters import halve_into
+from titan_hydra.core.models.hf import HuggingFace, hf_of, meta_state, typed_model
+from titan_hydra.core.models.init import local_box
+from titan_hydra.core.parallel.mesh import local_part
+
+from .state import lower_halves, weights
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 ROWS = 4096  # number of rows of a matrix that are compared at a time
@@ -257,3 +263,31 @@ def content_of(file: Path) -> dict[str, Any]:
 def write_content(file: Path, content: dict) -> None:
     """Write a JSON file as Hugging Face's libraries do: indented, with the keys in the order of `content`."""
     file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+@torch.no_grad()
+def load_hf(model: nn.Module, config: Model, source: Path) -> None:
+    """Read this rank's slices of the weights in a Hugging Face folder into the model's shards, one tensor at a time."""
+    state_of_all = meta_state(config)
+    try:
+        folder = Folder(source, hf_of(config))
+        _check_arithmetic(config, folder.config)
+        there = folder.dtypes(state_of_all)
+    except ConfigError as error:
+        raise ConfigError(f"checkpoint.initial_load_path={source}: {error}") from error
+    lower = lower_halves(model)
+    for name, tensor in weights(model).items():
+        if name in there:
+            held = local_part(tensor)
+            whole = torch.empty_like(held, dtype=torch.float32, device="cpu") if name in lower else held
+            folder.read(name, tensor.shape, local_box(tensor)[0], whole)
+            if name in lower:
+                halve_into(whole, held, lower[name])
+
+
+def _check_arithmetic(ours: Model, theirs: Model) -> None:
+    """Raise ConfigError if the two models have the same shapes but compute differently (RoPE, norms)."""
+    there = theirs.arithmetic()
+    for key, value in ours.arithmetic().items():
+        if value != there[key]:
+            raise ConfigError(f"model.{key} is {value} here and {there[key]} there")

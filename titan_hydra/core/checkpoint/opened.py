@@ -10,13 +10,12 @@ from titan_hydra.core.data import tokenizer
 from titan_hydra.core.data.facts import Facts
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.model import Model
-from titan_hydra.core.job.run.base import is_hf
+from titan_hydra.core.job.run.checkpoints import find_checkpoint, find_section, is_hf
 
 from .carried import facts_at
 from .convert import read_model_config, reader_of
 from .folder import Folder
 from .reader import Merged, Reader
-from .sections import find_checkpoint, find_section
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.sources import PERIOD, shares
+from titan_hydra.core.job.inputs import PERIOD, shares
 
 from .permutation import permute
 

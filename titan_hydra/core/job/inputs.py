@@ -1,4 +1,4 @@
-"""The files that a job reads, and their digests. Imports nothing heavy.
+"""The data sources of a job and their shares in a mixture; the files that a job reads, and their digests. Imports nothing heavy.
 
 Each key that names files states by `reads` (core/job/config/field.py) what they are: data, validation, tasks, tokenizer, weights
 or a schedule. So the keys of a user's own parts are found too.
@@ -20,8 +20,11 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.files import data_files, expand, home
 from titan_hydra.core.job.config.registry import DATA_SOURCES
 from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.job.config.source import Data
 
 DATA_FILES = "data.files"  # key of the digest of the files of data, in the saved order of the data
+# number of samples after which a mixture's pattern repeats; weights are rounded to whole samples of the pattern
+PERIOD = 10_000
 MANY = 100  # of more files than this, at most 1 MiB a file is read
 WHOLE, LITTLE = 64 << 20, 1 << 20  # bytes up to which a file is read as a whole, if there are few files or many
 # names of the files of a model's folder that hold weights, say what the model computes, or where its data goes on
@@ -204,3 +207,22 @@ def digest_of_files(path: str, suffixes: tuple[str, ...]) -> str | None:
     """Return the digest of the files of data that a path names; None if there are none."""
     found = look_at(Input("data.path", "data", path, suffixes))
     return found.digest if found else None
+
+
+def data_sources(data: Data) -> dict[str, Any]:
+    """Return the sources of a job by the key that holds each: the parts of a mixture, or `data` itself."""
+    return (
+        {f"data.mixture.{name}": data.mixture[name] for name in sorted(data.mixture)}
+        if data.name == "mixture"
+        else {"data": data}
+    )
+
+
+def shares(weights: list[float]) -> list[int]:
+    """Return how many of PERIOD samples each source gives. Weights are rounded down; the remaining samples go to the
+    sources that lost most by rounding.
+    """
+    exact = [PERIOD * weight / sum(weights) for weight in weights]
+    left = PERIOD - sum(map(int, exact))
+    cut_most = sorted(range(len(exact)), key=lambda part: int(exact[part]) - exact[part])[:left]
+    return [int(share) + (part in cut_most) for part, share in enumerate(exact)]

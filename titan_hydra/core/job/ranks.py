@@ -1,9 +1,11 @@
-"""The ranks of a job, and the devices of this machine."""
+"""The ranks of a job, the degrees over which its experts can be split, and the devices of this machine."""
 
 import glob
 import math
 import os
+from typing import Any
 
+from titan_hydra.core.job.config.fault import divisors
 from titan_hydra.core.job.config.registry import CP_ROTATIONS, EXECUTORS, RotationKind
 from titan_hydra.core.job.config.schema import Job
 
@@ -65,3 +67,13 @@ def visible_devices() -> list[str]:
     if visible is not None:
         return [name for device in visible.split(",") if (name := device.strip()) not in ("", "-1")]
     return [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")))]
+
+
+def sparse(job: Job) -> Any:
+    """Return the model section of a job with experts. Its type is Any, as job/ does not import the families' keys."""
+    return job.model
+
+
+def expert_degrees(job: Job, ranks: int) -> tuple[int, ...]:
+    """Return the expert-parallel degrees that divide both `ranks` and the number of experts; (1,) without experts."""
+    return divisors(math.gcd(ranks, sparse(job).n_experts)) if job.model.sparse else (1,)

@@ -1,10 +1,20 @@
-"""What activation checkpointing computes again in the backward."""
+"""What activation checkpointing computes again in the backward, and the values that it must keep, as a recomputation
+could give another value. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
 
 from titan_hydra.core.job.config.registry import ACTIVATION_CHECKPOINTS, ActivationCheckpointKind
 from titan_hydra.core.job.config.schema import Job
 
 ATTENTION = ("aten._scaled_dot_product", "titan_hydra.attend_documents")  # how the names of attention's operators begin
 EXCHANGE = "_c10d_functional.all_to_all_single"  # sends rows to experts
+_kept: ContextVar[Callable[[Callable[[], Any]], Any]] = ContextVar("kept", default=lambda compute: compute())
 
 
 def mode_of(job: Job) -> ActivationCheckpointKind:
@@ -40,3 +50,32 @@ def modes_that_keep_less(name: str) -> list[str]:
     """Return the modes that keep less than the mode `name`, beginning with the mode that keeps most."""
     modes = searched_modes()
     return modes[modes.index(name) + 1 :] if name in modes else modes[-1:]
+
+
+def keep(compute: Callable[..., Any], *args: Any) -> Any:
+    """Return compute(*args). When activation checkpointing recomputes a forward, return the value that the forward has
+    computed.
+    """
+    return _kept.get()(lambda: compute(*args))
+
+
+def kept() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Return two contexts, one for a forward and one for its recomputation. In the first, `keep` records its values; in
+    the second, it returns these values in the same order.
+    """
+    values: list[Any] = []
+
+    def record(compute: Callable[[], Any]) -> Any:
+        values.append(compute())
+        return values[-1]
+
+    return _keeping(record), _keeping(lambda _: values.pop(0))
+
+
+@contextlib.contextmanager
+def _keeping(how: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    token = _kept.set(how)
+    try:
+        yield
+    finally:
+        _kept.reset(token)

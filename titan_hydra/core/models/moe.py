@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from titan_hydra.core.base.keep import keep
+from titan_hydra.core.job.recomputation import keep
 from titan_hydra.core.kernels.grouped import grouped_matmul
 
 from .layers import FeedForward

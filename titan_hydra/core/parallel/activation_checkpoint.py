@@ -19,13 +19,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.base.keep import kept
 from titan_hydra.core.base.private import OpOverload, functorch_config, operator_names
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.parts import OperatorCheckpoint
 from titan_hydra.core.job.config.registry import resolve
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.recomputation import mode_of
+from titan_hydra.core.job.recomputation import kept, mode_of
 from titan_hydra.core.kernels import documents, grouped  # noqa: F401 - they register operators that SAVED names
 
 from .compile import compiled_parts

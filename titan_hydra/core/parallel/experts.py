@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titan_hydra.core.base.keep import keep
 from titan_hydra.core.base.private import all_to_all_single, wait_tensor
 from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.job.recomputation import keep
 
 from .mesh import Mesh, local_part
 

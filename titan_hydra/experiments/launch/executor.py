@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_hydra.core.job.config import Fault, Job
+from titan_hydra.core.job.run import code
 from titan_hydra.core.job.run.failure import Failure
-from titan_hydra.core.train import snapshot
 from titan_hydra.experiments.runs.queue import Owner, Queue
 from titan_hydra.experiments.runs.rundir import State
 from titan_hydra.experiments.runs.view import RunRow
@@ -44,7 +44,7 @@ class Executor(ABC):
         starts, so that what is edited later does not reach later cells, restarts and trials.
         """
         if self.code is None:
-            self.code = snapshot.take(cells[0].runs, user_sources(cells))
+            self.code = code.take_snapshot(cells[0].runs, user_sources(cells))
         return self.code
 
     @abstractmethod

@@ -9,7 +9,7 @@ from math import comb
 
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.dtypes import SIZE
-from titan_hydra.core.job.experts import sparse
+from titan_hydra.core.job.ranks import sparse
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from titan_hydra.core.job.config.registry import DATA_SOURCES, EXECUTORS
 from titan_hydra.core.job.config.schema import ActivationCheckpoint, Job
 from titan_hydra.core.job.dtypes import GIB
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.inputs import data_sources
 from titan_hydra.core.job.ranks import all_ranks, runs_here
 from titan_hydra.core.job.recomputation import modes_that_keep_less
 from titan_hydra.core.job.rules.checks import check
-from titan_hydra.core.job.sources import data_sources
 
 from . import memory, time
 from .bands import band_of

@@ -11,7 +11,7 @@ from typing import Any
 from titan_hydra.core.job.config.fault import divisors
 from titan_hydra.core.job.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.experts import expert_degrees
+from titan_hydra.core.job.ranks import expert_degrees
 from titan_hydra.core.job.recomputation import searched_modes
 from titan_hydra.core.job.rules import checks
 

@@ -15,8 +15,8 @@ from titan_hydra.core.job.config.family import Linear, Stack, family_of
 from titan_hydra.core.job.config.registry import ADAPTERS, FORMATS, OPTIMIZERS, Format
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.dtypes import SIZE, gathers_in_format, gradient_dtype, has_one_scale, is_opaque
-from titan_hydra.core.job.experts import sparse
 from titan_hydra.core.job.pipeline import blocks_of_stages, modules_of_stages, stages_of_ranks
+from titan_hydra.core.job.ranks import sparse
 from titan_hydra.core.job.recomputation import mode_of, recomputed_share, saves
 
 from .experts import ExpertShape, experts_of, lighter, shared_width

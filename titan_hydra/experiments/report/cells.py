@@ -17,8 +17,7 @@ from titan_hydra.core.job.config.fault import as_typed
 from titan_hydra.core.job.config.load import known_keys
 from titan_hydra.core.job.run import layout, stragglers
 from titan_hydra.core.job.run.records import flat
-from titan_hydra.core.job.run.stretches import Stretch, stretches_of
-from titan_hydra.core.job.run.useful import goodput_of
+from titan_hydra.core.job.run.stretches import Stretch, goodput_of, stretches_of
 from titan_hydra.experiments.compose.sweep import key_of
 from titan_hydra.experiments.runs.find import RunCell, Selection
 from titan_hydra.experiments.runs.rundir import State, inspect_all, shared_with

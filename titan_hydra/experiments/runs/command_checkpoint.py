@@ -169,7 +169,7 @@ def export_weights(args: argparse.Namespace) -> int:
     with _folder(args) as target:
         source = asked_for(place_of(args.source, args.runs), args.step)
         if args.format == "peft":
-            from titan_hydra.core.checkpoint.adapters import export_peft
+            from titan_hydra.core.checkpoint.convert import export_peft
 
             number = export_peft(source, target, dtype or convert.DTYPES["float32"], args.config)
             told = f"the adapters of {counted(number, 'linear')}; load with peft.PeftModel.from_pretrained"
@@ -217,6 +217,6 @@ def _add_dtype(parser: argparse.ArgumentParser) -> None:
 
 def _folder(args: argparse.Namespace) -> contextlib.AbstractContextManager[Path]:
     """Return the folder to write: the target or, with --replace, one that takes its place at the end."""
-    from titan_hydra.core.checkpoint.exchange import replacing
+    from titan_hydra.core.checkpoint.convert import replacing
 
     return replacing(args.target) if args.replace else contextlib.nullcontext(args.target)

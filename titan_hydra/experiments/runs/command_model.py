@@ -65,6 +65,6 @@ def model_at(args: argparse.Namespace) -> Path:
 
 def checkpoint_of(args: argparse.Namespace) -> Path:
     """Return the checkpoint that RUN and --step name. Raises ConfigError if there is no such checkpoint."""
-    from titan_hydra.core.checkpoint.sections import find_checkpoint
+    from titan_hydra.core.job.run.checkpoints import find_checkpoint
 
     return find_checkpoint(model_at(args))

@@ -15,8 +15,8 @@ from titan_hydra.core.job.config.registry import executor_named
 from titan_hydra.core.job.recomputation import modes_that_keep_less
 from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.run import checkpoints, layout
+from titan_hydra.core.job.run.code import import_modules
 from titan_hydra.core.job.run.failure import Failure
-from titan_hydra.core.job.run.modules import import_modules
 from titan_hydra.core.job.run.run import group_at
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.registry import EXECUTORS, executor_named
 from titan_hydra.core.job.run import layout
-from titan_hydra.core.job.run.modules import import_modules
+from titan_hydra.core.job.run.code import import_modules
 from titan_hydra.core.job.run.run import newest_attempt
 
 LOCAL = "local"

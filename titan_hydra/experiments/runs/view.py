@@ -17,7 +17,7 @@ from typing import Any
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.load import known_keys
 from titan_hydra.core.job.run import checkpoints, layout, stragglers
-from titan_hydra.core.job.run.base import complete_at
+from titan_hydra.core.job.run.checkpoints import complete_at
 from titan_hydra.core.job.run.run import homes_of
 from titan_hydra.experiments.compose.sweep import differing, key_of
 

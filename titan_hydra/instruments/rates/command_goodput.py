@@ -18,7 +18,7 @@ from titan_hydra.core.job.config.ranges import NOT_NEGATIVE, POSITIVE, Interval
 from titan_hydra.core.job.ranks import all_ranks
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.failure import guilty
-from titan_hydra.core.job.run.useful import life_of
+from titan_hydra.core.job.run.stretches import life_of
 from titan_hydra.experiments.plan import predict
 from titan_hydra.experiments.plan.command_plan import add_job, device_counting, legal_job, make_folder, planned_job
 from titan_hydra.experiments.runs.find import all_runs

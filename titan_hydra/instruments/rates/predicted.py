@@ -16,7 +16,7 @@ from titan_hydra.core.job.config.load import from_dict
 from titan_hydra.core.job.config.operation import Hardware
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.run import layout
-from titan_hydra.core.job.run.modules import import_modules
+from titan_hydra.core.job.run.code import import_modules
 from titan_hydra.experiments.plan.predict import Prediction, predict
 from titan_hydra.experiments.plan.shape import NotPredictable
 from titan_hydra.experiments.report.table import Report

@@ -23,10 +23,9 @@ from titan_hydra.core.job.config.registry import EXECUTORS, executor_named
 from titan_hydra.core.job.config.user_code import digest_of_code, sources
 from titan_hydra.core.job.ranks import devices_here, processes
 from titan_hydra.core.job.run import inputs, layout
-from titan_hydra.core.job.run.code import code_here, code_in, edited, fingerprints
+from titan_hydra.core.job.run.code import code_here, code_in, edited, fingerprints, intact
 from titan_hydra.core.job.run.failure import Failure
-from titan_hydra.core.job.run.useful import device_hours
-from titan_hydra.core.train.snapshot import intact
+from titan_hydra.core.job.run.stretches import device_hours
 from titan_hydra.experiments.compose.cells import Question
 from titan_hydra.experiments.launch import show
 from titan_hydra.experiments.launch.attach import STOP_LIMIT, Interrupts, kill, saving, stop

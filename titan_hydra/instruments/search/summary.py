@@ -12,7 +12,7 @@ from titan_hydra.core.base.text import table
 from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.checkpoints import step_of
-from titan_hydra.core.job.run.useful import device_hours
+from titan_hydra.core.job.run.stretches import device_hours
 from titan_hydra.experiments.report.table import Section
 
 from .journal import COMPLETE, Journal, SearchTrial, manifest_cells, require_optuna

@@ -24,8 +24,7 @@ from titan_hydra.core.job.config.operation import Paths
 from titan_hydra.core.job.ranks import DEGREES, world_size
 from titan_hydra.core.job.rules import checks
 from titan_hydra.core.job.run import layout
-from titan_hydra.core.job.run.code import describe_code
-from titan_hydra.core.job.run.modules import import_modules
+from titan_hydra.core.job.run.code import describe_code, import_modules
 from titan_hydra.core.train.worker import load_job
 from titan_hydra.experiments.compose.compose import compose_cells
 from titan_hydra.experiments.plan import predict

@@ -16,9 +16,9 @@ from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.fault import bad_value, fault_at
 from titan_hydra.core.job.config.registry import DATA_SOURCES, resolve
 from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.inputs import data_sources
 from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.rules.data import sources_find_little_wrong
-from titan_hydra.core.job.sources import data_sources
 from titan_hydra.experiments.compose.compose import compose_unchecked
 
 from .rows import WINDOW, Chat, ConversationReader, Turns, first_fit

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint.convert import read_model_config, reader_of
-from titan_hydra.core.checkpoint.sections import find_section
 from titan_hydra.core.data.items import dice_of
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.files import home
+from titan_hydra.core.job.run.checkpoints import find_section
 from titan_hydra.core.train.generate import device_here, load_model
 
 from .diffusion import as_latents, coordinates

@@ -18,7 +18,6 @@ OTHERS = {
     "core/checkpoint/convert.py",
     "core/job/inputs.py",
     "core/checkpoint/folder.py",
-    "core/checkpoint/initial.py",
     "core/data/facts.py",
     "recipes/flux/encoders.py",
     "instruments/verify/export.py",

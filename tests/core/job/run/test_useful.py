@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_hydra.core.job.run.useful import goodput_of, useful_seconds
+from titan_hydra.core.job.run.stretches import goodput_of, useful_seconds
 
 
 def rows(*entries: tuple) -> list[dict]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from titan_hydra.core.job.config.fault import Fault, fault_at, multiples_around
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.dtypes import SIZE
-from titan_hydra.core.job.experts import expert_degrees, sparse
+from titan_hydra.core.job.ranks import expert_degrees, sparse
 
 
 def dense_models_have_no_expert_ranks(job: Job) -> Iterator[Fault]:

@@ -1,10 +1,12 @@
 """The checkpoints of a run, each the folder of a step: which are complete, whether their bytes are intact, and which
-are kept. Imports no torch.
+are kept; the folder of weights that a path names, and the sections of the config.json beside it. Imports no torch.
 
 The name of a folder shows its state: `step-N.writing` is being written, `step-N` is complete, `step-N.damaged` was set
 aside, `*.deleting` is being deleted. The manifest of a step lists every other file in it with its size and CRC-32, and
 is the last file written before the rename that makes the step complete.
 """
+
+from __future__ import annotations
 
 import contextlib
 import json
@@ -18,8 +20,10 @@ from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.base.plain import NotPlain, open_plain
 from titan_hydra.core.job.config.fault import bad_value
+from titan_hydra.core.job.config.files import home, read_json
 
 from . import layout
 
@@ -216,3 +220,62 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def is_hf(source: Path) -> bool:
+    """Whether a folder has weights in Hugging Face's format."""
+    return any(source.glob("*.safetensors"))
+
+
+def complete_at(place: Path) -> Path | None:
+    """Return `place` if it is a complete checkpoint; if it is a run or a checkpoints folder, return its newest step.
+    None if the folder holds no step.
+    """
+    return place if (place / ".metadata").is_file() else newest(layout.CHECKPOINTS.of(place)) or newest(place)
+
+
+def find_weights(path: str) -> Path:
+    """Return the folder that checkpoint.initial_load_path names now: `path` itself or, if it is a run, its newest step."""
+    source = home(path).absolute()
+    found = source if is_hf(source) else complete_at(source)
+    if found is None:
+        raise ConfigError(f"checkpoint.initial_load_path={path}: no checkpoint, no run with one, and no *.safetensors")
+    return found
+
+
+def find_checkpoint(source: Path) -> Path:
+    """Return `source` if it is a complete checkpoint; if it is a run or a checkpoints folder, return its newest
+    checkpoint. Raises ConfigError if there is none.
+    """
+    if not source.is_dir():
+        raise ConfigError(f"{source}: no such folder")
+    found = complete_at(source)
+    if found is None:
+        raise ConfigError(
+            f"{source}: not a complete checkpoint (it has no .metadata), and no run with one in checkpoints/step-*"
+        )
+    return found
+
+
+def as_started(config_file: Path, path: str) -> str:
+    """Resolve a path in a run's configuration against the folder in which the run was started."""
+    started = layout.ENV.read(config_file.parent).get("folder", "")
+    return str(Path(started, Path(path).expanduser()))
+
+
+def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -> tuple[Path, dict[str, Any]]:
+    """Return the path of the checkpoint's config.json that has a section, and the section. If no file has it, the
+    section is {}.
+    """
+    candidates = [config_file] if config_file else config_files(checkpoint)
+    for file in candidates:
+        if section := (read_json(file) or {}).get(name):
+            return file, section
+    return candidates[-1], {}
+
+
+def config_files(checkpoint: Path) -> list[Path]:
+    """Return the paths at which a checkpoint's config.json may lie: in the checkpoint itself (from `import_hf`), one
+    folder up (for the export/ of a run), or two folders up (for a step).
+    """
+    return [layout.CONFIG.of(folder) for folder in (checkpoint, *checkpoint.absolute().parents[:2])]

@@ -1,17 +1,27 @@
-"""Describe the code of a run: the files of the package and of the user's modules, their digest, the commit and the
-uncommitted changes.
+"""The code of a run: the files of the package and of the user's modules, their digest, the commit and the uncommitted
+changes; the copy that is taken when the first cell of a command line starts, so that later edits do not change the
+cells that wait; the import of a run's modules by a command that only reads it.
 """
 
+import contextlib
+import errno
 import hashlib
 import os
 import re
+import shutil
 import stat
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import titan_hydra
+from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.base.redact import redact
+from titan_hydra.core.job.config.fault import bad_value
+from titan_hydra.core.job.config.user_code import digest, digest_of_code, require_user_modules, sources
+
+from . import layout
 
 ROOT = Path(titan_hydra.__file__).parents[1]
 PACKAGE = "titan_hydra"
@@ -113,3 +123,67 @@ def _git(*arguments: str) -> bytes | None:
         return subprocess.run(command, capture_output=True, check=True, timeout=30, env=variables).stdout
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def import_modules(directory: Path) -> None:
+    """Import a run's modules if this user started the run and their sources are those of its start; so a command that
+    reads runs executes nothing else. Raises ConfigError otherwise, or if a module cannot be imported.
+    """
+    train = layout.CONFIG.read(directory).get("train", {})
+    modules = train.get("imports", [])
+    if not modules:
+        return
+    named = (
+        f"{directory.name}: its modules ({', '.join(map(str, modules))}) are not imported by a command that only reads"
+    )
+    if layout.CONFIG.of(directory).stat().st_uid != os.getuid():
+        raise ConfigError(f"{named}: another user started the run")
+    if not sources(modules):
+        require_user_modules(modules)  # says which module is not here; there is nothing that it could run
+    if train.get("sources") is None or digest(modules) != train["sources"]:
+        raise ConfigError(f"{named}: they are other ones than when the run was started")
+    require_user_modules(modules)
+
+
+def take_snapshot(runs: Path, user: dict[str, Path]) -> Path:
+    """Copy the code of this package and of the user (`user_code.sources`) to the folder `<runs>/_code/<hash>`, unless
+    the copy exists, and describe it in `<hash>.json` beside it. Return the folder.
+
+    A copy that was changed, or that lost files in a purge of old files, is replaced. Raises ConfigError if there is no copy
+    and none can be written; OSError on a full disk.
+    """
+    code, state = code_here(user), describe_code()
+    final = layout.CODE.of(runs) / digest_of_code(code)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        if layout.CODE_STATE.read(final.parent, final.name) != state:  # another commit may have the same package
+            layout.CODE_STATE.write(final.parent, state, final.name)
+        return final if intact(final) else _copy_code(code, final)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        reason = f"{final.parent}, which holds the code that runs import, cannot be written ({error.strerror})"
+        raise bad_value("paths.runs", str(runs), reason) from error
+
+
+def _copy_code(code: dict[str, Path], final: Path) -> Path:
+    """Copy files to a folder that is complete or absent."""
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=final.parent, ignore_cleanup_errors=True) as scratch:
+        copy = Path(scratch) / "code"
+        for name, file in code.items():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy / name, follow_symlinks=False)
+        if not intact(final):  # checked a second time, as another process may have replaced the copy meanwhile
+            with contextlib.suppress(FileNotFoundError):
+                final.rename(Path(scratch) / "damaged")
+        try:
+            copy.rename(final)
+        except OSError:  # another process has just taken the same snapshot
+            if not final.is_dir():
+                raise
+    return final
+
+
+def intact(copy: Path) -> bool:
+    """Whether a copy of the code exists, and the hash of its files is still equal to its name."""
+    return copy.is_dir() and digest_of_code(code_in(copy)) == copy.name

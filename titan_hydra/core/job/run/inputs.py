@@ -21,8 +21,7 @@ from titan_hydra.core.job.config.files import home
 from titan_hydra.core.job.inputs import AND_BESIDE, DATA_FILES, MANY, WEIGHTS, WHOLE, Found, Input, inputs_of, look_at
 
 from . import layout
-from .base import find_weights
-from .checkpoints import newest
+from .checkpoints import find_weights, newest
 
 LOAD_PATH = "checkpoint.initial_load_path"  # the key of the weights from which a run starts
 CHANGED = "files_are_those_of_the_start"  # code of the faults

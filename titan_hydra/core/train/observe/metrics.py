@@ -27,7 +27,7 @@ from titan_hydra.core.job.ranks import all_ranks
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.checkpoints import lowest_held_out
 from titan_hydra.core.job.run.run import Run
-from titan_hydra.core.job.run.useful import goodput_of
+from titan_hydra.core.job.run.stretches import goodput_of
 from titan_hydra.core.parallel.experts import Balance
 
 from .stragglers import OnDevice, OnHost, own_time_on, peers, slowest, without_waits
