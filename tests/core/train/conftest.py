@@ -14,7 +14,7 @@ from titan_hydra.core.job.config import Job, from_dict, identity, to_dict
 from titan_hydra.core.job.ranks import all_ranks, world_size
 from titan_hydra.core.job.run.run import Run, folders_of
 from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.experiments.launch.executors.ranks import lighthouse
+from titan_hydra.experiments.launch.executors.ranks import start_local_lighthouse
 
 TINY = ("debug=tiny", "precision=fp32", "metrics.log_every=1")
 
@@ -58,7 +58,7 @@ def run_job(tmp_path):
             for rank in range(all_ranks(job))
         ]
         silent = job.fault_tolerance.timeout_seconds
-        helpers = [lighthouse(attempt, silent)] if job.fault_tolerance.name == "torchft" else []
+        helpers = [start_local_lighthouse(attempt, silent)] if job.fault_tolerance.name == "torchft" else []
         for process in ranks:
             process.start()
         for process in ranks:

@@ -133,14 +133,21 @@ def zero_bubble_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step
 
 
 def dual_pipe_v(rank: int, pp: int, stages: int, number: int) -> Iterable[Step]:
-    """Yield the steps of DualPipeV. A forward and a backward that overlap are two steps here."""
+    """Yield the steps of DualPipeV. A forward and a backward that overlap are two steps here.
+
+    The microbatches go down the low stages and come back up the high ones. Warm-up: forwards, then backwards of the
+    high stage. Steady: a forward for each backward. Cool-down: backwards, from the middle on in two halves (I, W).
+    """
     low, high, left = rank, 2 * pp - 1 - rank, pp - rank - 1
+    # warm-up
     yield from [(low, "F")] * (2 * left)
     yield from [(low, "F"), (high, "F")] * (rank + 1)
     yield from [(high, "I"), (None, "W"), (high, "F")] * left
+    # steady
     yield from [(low, "F"), (high, "B"), (high, "F"), (low, "B")] * (number - 2 * pp + rank + 1)
+    # cool-down
     yield from [(high, "B"), (high, "F"), (low, "B")] * left
-    half = False
+    half = False  # whether backwards are computed in halves by now
     for index in range(rank + 1):
         half = half or (index == (rank + 1) // 2 and rank % 2 == 1)
         yield high, "I" if half else "B"

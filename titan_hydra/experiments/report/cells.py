@@ -240,14 +240,13 @@ class ReportCell:
         """Return a text that is equal for cells of the same experiment. It has the values of all keys, except the keys
         `without` and all keys that change neither the identity hash nor the samples of the held-out loss.
         """
-        outside = set(without)
+        ignored = set(without)
         for key, spec in known_keys().items():
             if not spec.metadata["identity"] and spec.metadata["changes"] != "held-out loss":
-                outside.add(key)
-        files = {key: value for key, value in self.files.items() if key not in without}
-        return json.dumps(
-            [{key: value for key, value in self.config.items() if key not in outside}, files], sort_keys=True
-        )
+                ignored.add(key)
+        config = {key: value for key, value in self.config.items() if key not in ignored}
+        files = {key: digest for key, digest in self.files.items() if key not in without}
+        return json.dumps([config, files], sort_keys=True)
 
     @cached_property
     def files(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import table, to_json
@@ -301,16 +301,27 @@ def modules(a: Side, b: Side) -> Iterator[str]:
         parted = [key for key in first[step] if first[step][key]["hash"] != second[step].get(key, {}).get("hash")]
         if parted:
             key = min(parted, key=lambda key: first[step][key]["order"])
-            ranks = names({rank for rank, *tensor in parted if tensor == list(key[1:])})
-            yield f"modules: first differ at step {step}, on {ranks}: {_where_to_look(*key[1:])}"
+            ranks = names({other.rank for other in parted if other._replace(rank=key.rank) == key})
+            yield f"modules: first differ at step {step}, on {ranks}: {_where_to_look(key)}"
             norms = first[step][key]["norm"], second[step].get(key, {}).get("norm")
             yield f"         norm {norms[0]!r} and {norms[1]!r}; {len(parted)} of {len(first[step])} traced tensors differ in this step"
             return
     yield f"modules: the same bits in all {len(steps)} traced steps" if steps else "modules: no step was traced by both"
 
 
-def _where_to_look(when: str, what: str, name: str, call: int) -> str:
+class TraceKey(NamedTuple):
+    """Which tensor of a step a row of a trace describes."""
+
+    rank: int
+    when: str  # the pass: forward or backward; gradient for that of a parameter
+    what: str  # in or out; "" for a gradient
+    module: str
+    call: int  # how many calls of the module in this step came before
+
+
+def _where_to_look(key: TraceKey) -> str:
     """Return a phrase that names the code to examine if this tensor is the first that differs."""
+    _, when, what, name, call = key
     outer = name.rpartition(".")[0]
     outer = "the model" if outer in ("", "layers") else outer
     microbatch = f", microbatch {call + 1}" if call else ""
@@ -328,14 +339,15 @@ def _where_to_look(when: str, what: str, name: str, call: int) -> str:
     }.get((when, what), f"the gradient of {name}; all activations and their gradients are the same") + microbatch
 
 
-def traces(run: Path) -> dict[int, dict[tuple[Any, ...], dict[str, Any]]]:
+def traces(run: Path) -> dict[int, dict[TraceKey, dict[str, Any]]]:
     """Return the traced tensors of all ranks by step. If a step was repeated, the tensors of the newest attempt count."""
-    found: dict[int, dict[tuple[Any, ...], dict[str, Any]]] = {}
+    found: dict[int, dict[TraceKey, dict[str, Any]]] = {}
     for attempt in layout.ATTEMPT.all(run).values():
         for rank in layout.ACTIVATIONS.all(attempt):
-            own: dict[int, dict[tuple[Any, ...], Any]] = {}
+            own: dict[int, dict[TraceKey, Any]] = {}
             for row in layout.ACTIVATIONS.rows(attempt, rank)[0]:
-                own.setdefault(row["step"], {})[rank, row["pass"], row["what"], row["module"], row["call"]] = row
+                key = TraceKey(rank, row["pass"], row["what"], row["module"], row["call"])
+                own.setdefault(row["step"], {})[key] = row
             for step, rows in own.items():
                 found.setdefault(step, {}).update(rows)
     return found

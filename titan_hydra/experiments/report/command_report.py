@@ -132,41 +132,43 @@ def main(args: argparse.Namespace) -> int:
     folder = args.output or report.selection.manifest or Path()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        texts = [name for name in forms() if getattr(args, name)]
-        for name in texts:
-            file, _, text = forms()[name]
-            if args.output:
-                write_text(folder / file, resolve(text)(report))
-                print(folder / file)
-            else:
-                print(resolve(text)(report), end="")
-        if "csv" in texts:  # a CSV file has no place for the notes, so they are printed to stderr
-            print(*report.notes, sep="\n", end="\n" if report.notes else "", file=sys.stderr)
-        if args.json:
-            print(to_json(write.report_document(report)))
-        elif not texts and not args.html:
-            write.terminal(report)
-            if args.plots:
-                print()
-        with notes_on_stderr(args.json):
-            draw_files(report, folder, args)
+        write_asked(report, folder, args)
     except OSError as error:
         raise ConfigError(f"-o {folder}: cannot be written: {error.strerror}") from error
     return Exit.DONE
 
 
-def draw_files(report: Report, folder: Path, args: argparse.Namespace) -> None:
-    """Write the plots and the page if the options ask for them, and print the names of the files."""
-    if args.plots:
-        from titan_hydra.experiments.report import plots
+def write_asked(report: Report, folder: Path, args: argparse.Namespace) -> None:
+    """Print or write each form of the report that the options ask for: texts, JSON, plots, page. Without an option,
+    print the table. Files are named on stdout.
+    """
+    texts = [name for name in forms() if getattr(args, name)]
+    for name in texts:
+        file, _, text = forms()[name]
+        if args.output:
+            write_text(folder / file, resolve(text)(report))
+            print(folder / file)
+        else:
+            print(resolve(text)(report), end="")
+    if "csv" in texts:  # a CSV file has no place for the notes, so they are printed to stderr
+        print(*report.notes, sep="\n", end="\n" if report.notes else "", file=sys.stderr)
+    if args.json:
+        print(to_json(write.report_document(report)))
+    elif not texts and not args.html:
+        write.terminal(report)
+        if args.plots:
+            print()
+    with notes_on_stderr(args.json):
+        if args.plots:
+            from titan_hydra.experiments.report import plots
 
-        for file in plots.write(report, folder, args.x, args.log):
-            print(file)
-    if args.html:
-        from titan_hydra.experiments.report import page
+            for file in plots.write(report, folder, args.x, args.log):
+                print(file)
+        if args.html:
+            from titan_hydra.experiments.report import page
 
-        write_text(folder / "report.html", page.page(report))
-        print(folder / "report.html")
+            write_text(folder / "report.html", page.page(report))
+            print(folder / "report.html")
 
 
 def report_of(

@@ -28,6 +28,7 @@ from titan_hydra.core.data.long_text import LongText, Piece, is_long
 from titan_hydra.core.data.shards import BadRow, BadShards
 from titan_hydra.core.data.unknown import share_of_unknown
 from titan_hydra.core.job.config import schema
+from titan_hydra.core.job.config.files import write_text
 
 from .bad_rows import RowsLeftOut, add_max_bad_rows
 
@@ -104,7 +105,7 @@ def _trained(args: argparse.Namespace) -> int:
     if len(tokens) < 256 + merges:
         raise ConfigError(f"--vocab={args.vocab}: the text is too short for it; it yields {len(tokens) + 256}")
     model = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
-    _write(args.out, model.encode())
+    write_text(args.out, model)
     ours = tokenizers_of_jobs.load(schema.Tokenizer(name="tiktoken", path=str(args.out)))
     sample = [piece.text for piece in islice(_texts(args, bad), 1000)]
     for text in sample:
@@ -151,7 +152,7 @@ def _encoded(args: argparse.Namespace) -> int:
         partial.replace(args.out)
     finally:
         partial.unlink(missing_ok=True)
-    _write(
+    write_text(
         header,
         json.dumps(
             {
@@ -164,8 +165,8 @@ def _encoded(args: argparse.Namespace) -> int:
                 "tokenizer_sha256": tokenizer.sha256,
             },
             indent=2,
-        ).encode()
-        + b"\n",
+        )
+        + "\n",
     )
     print(f"{args.out}: {documents} documents, {tokens} tokens{share_of_unknown(unknown, tokens)}, {dtype}{bad}")
     return Exit.DONE
@@ -282,18 +283,6 @@ def _batches(texts: Iterator[Piece]) -> Iterator[list[Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file under another name, then rename it. So an interrupted command leaves either the old file or the new
-    file.
-    """
-    partial = Path(f"{path}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _progress() -> Any:

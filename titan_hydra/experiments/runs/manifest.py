@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,24 @@ def new_folder(parent: Path, name: str) -> Path:
 def entry_of(cell: Any) -> dict[str, Any]:
     place = os.path.relpath(cell.directory, cell.runs)
     return {"name": cell.name, "overrides": cell.overrides, "hash": identity(cell.job), "directory": place}
+
+
+def put_cell(folder: Path, name: str, cell: dict[str, Any], order: Callable[[dict[str, Any]], tuple[Any, ...]]) -> None:
+    """Put a cell into the manifest of a sweep that grows while it runs, in place of the cell of the same `order`, by which
+    the cells are sorted. The first cell begins the manifest.
+    """
+    content = layout.SWEEP.read(folder) or {
+        "name": name,
+        "baseline": None,
+        "packed": False,
+        "created": time.time(),
+        "user": getpass.getuser(),
+        "cells": [],
+    }
+    others = [one for one in content["cells"] if order(one) != order(cell)]
+    about = {"command": list(map(redact, sys.argv[1:])), "cells": sorted([*others, cell], key=order)}
+    if {**content, **about} != content:
+        layout.SWEEP.write(folder, {**content, **about})
 
 
 def add_cell(folder: Path, cell: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ same command line then continues the search: it attaches to active runs, and sta
 from __future__ import annotations
 
 import contextlib
-import getpass
 import signal
 import subprocess
 import sys
@@ -324,20 +323,13 @@ class Driver:
 
     def list_in_manifest(self, cell: Cell, trial: SearchTrial, seed: int | None) -> None:
         """List the newest run of each trial, and the runs with other seeds, in the manifest of the sweep."""
-        content = layout.SWEEP.read(self.plan.folder) or {
-            "name": self.plan.name,
-            "baseline": None,
-            "packed": False,
-            "created": time.time(),
-            "user": getpass.getuser(),
-            "cells": [],
-        }
-        mine = manifest.entry_of(cell) | {"trial": trial.number, "seed": seed}
-        others = [one for one in content["cells"] if (one["trial"], one["seed"]) != (trial.number, seed)]
-        cells = sorted([*others, mine], key=lambda one: (one["seed"] is not None, one["trial"], one["seed"] or 0))
-        about = {"command": list(map(redact, sys.argv[1:])), "cells": cells}
-        if {**content, **about} != content:
-            layout.SWEEP.write(self.plan.folder, {**content, **about})
+        entry = manifest.entry_of(cell) | {"trial": trial.number, "seed": seed}
+        manifest.put_cell(
+            self.plan.folder,
+            self.plan.name,
+            entry,
+            lambda one: (one["seed"] is not None, one["trial"], one["seed"] or 0),
+        )
 
     def stop(self) -> int:
         """Ask the runs on this machine to save and stop, and await them; jobs of a cluster go on. Return the exit status."""

@@ -259,7 +259,9 @@ class PerStep(Groups):
             return f"http://{config.lighthouse}"
         if self.run.submission:
             wait = limit / 4 if self.run.replica else 0
-            self.helper, address = shared_lighthouse.start_lighthouse(self.run.meetings, config.timeout_seconds, wait)
+            self.helper, address = shared_lighthouse.start_shared_lighthouse(
+                self.run.meetings, config.timeout_seconds, wait
+            )
             return address
         path, deadline = self.run.meetings / "lighthouse", time.monotonic() + limit
         while not path.exists():

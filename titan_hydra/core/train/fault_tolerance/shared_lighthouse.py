@@ -42,9 +42,9 @@ POLL = 1.0  # seconds between two reads of the files
 ASKED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
 
-def start_lighthouse(folder: Path, silent: float, wait: float) -> tuple[subprocess.Popen, str]:
-    """Start the lighthouse process for this rank. Return the process and the address for torchft's manager. The rank
-    must keep a reference to the process.
+def start_shared_lighthouse(folder: Path, silent: float, wait: float) -> tuple[subprocess.Popen, str]:
+    """Start the lighthouse process of a rank whose replica group is a SLURM job. Return the process and the address for
+    torchft's manager. The rank must keep a reference to the process.
     """
     command = [sys.executable, "-m", __name__, str(folder), str(silent), str(wait)]
     # the new process never receives these signals: it is needed until its rank has ended

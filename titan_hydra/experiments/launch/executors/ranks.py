@@ -129,6 +129,7 @@ class Ranks(Controller):
     """
 
     asked = False  # whether the ranks were asked to stop
+    lighthouse: subprocess.Popen[Any] | None = None  # torchft's, if the ranks need one on this machine
     next_look = 0.0  # time (by time.monotonic) of the next look at other runs
 
     def __init__(self, folder: Path) -> None:
@@ -178,14 +179,12 @@ class Ranks(Controller):
         size = self.ntasks // config["replicas"]
         groups = [Group(range(first, first + size)) for first in range(0, self.ntasks, size)]
         lights = config["name"] == "torchft" and not config.get("lighthouse")
-        if lights:
-            self.lighthouse = lighthouse(self.folder.parent, config["timeout_seconds"])
         started = time.monotonic()
         while any(task.poll() is None for task in self.tasks) or any("ended" not in rank for rank in self.ranks):
             now = time.monotonic()
             self.look_beside(now)
-            if lights and self.lighthouse.poll() is not None:
-                self.lighthouse = lighthouse(self.folder.parent, config["timeout_seconds"])
+            if lights and (self.lighthouse is None or self.lighthouse.poll() is not None):
+                self.lighthouse = start_local_lighthouse(self.folder.parent, config["timeout_seconds"])
             for group in groups:
                 self.note_ends(group, now)
             if self.asked or now > started + self.timeout_s - self.signal_delay_s:
@@ -262,9 +261,9 @@ class Ranks(Controller):
             layout.RANKS.write(self.folder.parent, record | ({"beside": sorted(self.beside)} if self.beside else {}))
 
 
-def lighthouse(attempt: Path, silent: int) -> subprocess.Popen[Any]:
-    """Start torchft's lighthouse. The lighthouse drops a replica group that has sent no heartbeat for `silent` seconds,
-    and it ends when this process ends.
+def start_local_lighthouse(attempt: Path, silent: int) -> subprocess.Popen[Any]:
+    """Start torchft's lighthouse for the replica groups of one machine. The lighthouse drops a group that has sent no
+    heartbeat for `silent` seconds, and it ends when this process ends.
     """
     command = [
         sys.executable,

@@ -59,7 +59,7 @@ class Kubernetes(Executor):
         from . import submit
 
         yield f"\n--- the Service of the namespace, unless it exists\n{manifest_text(SERVICE)}"
-        for one, alike in submit.shapes(cells):
+        for one, alike in submit.by_manifest(cells):
             more = f", and {counted(len(alike) - 1, 'more cell')} with other names" if len(alike) > 1 else ""
             if one.cluster.pod and find_spec("kubernetes_validate") is None:
                 yield "cluster.pod: not checked against the API's schema (pip install kubernetes-validate)"

@@ -75,14 +75,17 @@ class Node:
         layout.NODE.write(attempt, self.record, self.index)
 
     def join(self) -> Path | None:
-        """Wait until all pods of the newest attempt are there, and return this attempt. Return None if the run is done
-        or this pod is asked to stop.
+        """Wait until the list of the newest attempt's pods contains this pod, and return this attempt. Return None if the
+        run is done or this pod is asked to stop.
+
+        Each look at the attempt leads to one action: the pod begins (it is listed), has the attempt replaced (the list
+        is without it), announces itself (its record is not there), or writes the list (all records are there).
         """
         while not self.asked and layout.RESULT.read(self.directory).get("status") != "done":
             attempt = layout.ATTEMPT.of(self.directory, newest_attempt(self.directory))
             if layout.CLAIM.read(attempt).get("token") != self.token:
                 raise ConfigError(f"{attempt} is not that of Job {self.job}; nothing is started")
-            there = layout.NODE.read_all(attempt)  # listing the folder makes an NFS client see new files
+            announced = layout.NODE.read_all(attempt)  # listing the folder makes an NFS client see new files
             listed = layout.NODES.read(attempt).get("names", [])
             if self.pod in listed:
                 return attempt
@@ -90,10 +93,10 @@ class Node:
                 layout.REPLACED.of(attempt).touch()
                 if self.index == 0:
                     self.begin_next(attempt)
-            elif there.get(self.index, {}).get("name") != self.pod:
+            elif announced.get(self.index, {}).get("name") != self.pod:
                 self.write(attempt)
-            elif self.index == 0 and len(there) == self.shape.pods:
-                layout.NODES.write(attempt, {"names": [there[index]["name"] for index in range(self.shape.pods)]})
+            elif self.index == 0 and len(announced) == self.shape.pods:
+                layout.NODES.write(attempt, {"names": [announced[index]["name"] for index in range(self.shape.pods)]})
             time.sleep(POLL)
         return None
 

@@ -15,6 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 200  # number of cells whose Jobs one call creates
 WORDS = 200  # maximum length of a schema's words about a fault
+SAME_DIRECTORY = Path("name-00000000")  # stands for the directory of each run while specs are compared
 PATIENCE = 3  # seconds between two questions whether a Job exists, after a call without an answer
 
 
@@ -50,19 +52,17 @@ def submission_of(cell: Cell, attempt: int, token: str, code: Path, exclude: Ite
     return Submission(cell.job, cell.directory, attempt, token, paths, tuple(exclude))
 
 
-def shapes(cells: list[Cell]) -> list[tuple[Submission, list[Cell]]]:
+def by_manifest(cells: list[Cell]) -> list[tuple[Submission, list[Cell]]]:
     """Group the cells whose manifests differ only in names; return for each group one manifest and its cells. This
     works without kubectl, and writes nothing.
     """
-    found: dict[str, Submission] = {}
-    alike: dict[str, list[Cell]] = {}
+    found: dict[str, tuple[Submission, list[Cell]]] = {}
     for cell in cells:
         one = submission_of(cell, 1, "00000000", layout.CODE.of(cell.runs) / "HASH")
-        key = json.dumps(one.job_spec()).replace(one.name, "NAME").replace(str(cell.directory), "DIRECTORY")
-        key = key.replace(cell.directory.name.rpartition("-")[2], "HASH")
-        found.setdefault(key, one)
-        alike.setdefault(key, []).append(cell)
-    return [(found[key], alike[key]) for key in found]
+        # all names in a spec follow from the run's directory, so the specs of one directory differ in nothing else
+        key = json.dumps(replace(one, directory=SAME_DIRECTORY).job_spec())
+        found.setdefault(key, (one, []))[1].append(cell)
+    return list(found.values())
 
 
 def faults_of_fields(cells: list[Cell]) -> Iterable[Fault]:
@@ -72,7 +72,7 @@ def faults_of_fields(cells: list[Cell]) -> Iterable[Fault]:
     except ImportError:
         return
     version = kubernetes_validate.latest_version()
-    for one, _ in shapes(cells):
+    for one, _ in by_manifest(cells):
         try:
             if one.cluster.pod:
                 kubernetes_validate.validate(one.manifest, version, strict=True)
@@ -129,7 +129,7 @@ def refusals(place: Namespace, cells: list[Cell]) -> list[str]:
     """Let the API server check the Service and one manifest of each shape, as if they were created, and return what it
     refuses: a Job that names a class that does not exist, or that breaks the site's policies or quotas.
     """
-    ones = [one for one, _ in shapes(cells)]
+    ones = [one for one, _ in by_manifest(cells)]
     try:
         ensure_service(place, "--dry-run=server")
         limit = LIMIT + len(ones)
