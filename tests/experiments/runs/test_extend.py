@@ -20,7 +20,7 @@ from titan_hydra.experiments.compose.change import change
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.launch import show
 from titan_hydra.experiments.launch.cell import Cell
-from titan_hydra.experiments.launch.longer import not_extended, same_rates
+from titan_hydra.experiments.launch.longer import not_extended, steps_of_same_rates
 
 WSD = (
     "debug=tiny",
@@ -49,7 +49,7 @@ def weights(step):
 
 def test_the_default_run_leaves_a_checkpoint_from_which_a_longer_one_goes_on():
     job, longer = compose_job(), compose_job("steps=160")
-    interval, last, kept = job.checkpoint.interval, same_rates(job, longer), job.checkpoint.keep_latest_k
+    interval, last, kept = job.checkpoint.interval, steps_of_same_rates(job, longer), job.checkpoint.keep_latest_k
     saved = [*range(interval, job.steps, interval), job.steps][-kept:]
     assert any(step <= last for step in saved)
 

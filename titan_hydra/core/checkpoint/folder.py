@@ -43,6 +43,9 @@ class Folder:
     """The weights of a Hugging Face folder, and the model that its config.json describes. `hf` is the family's
     HuggingFace record; by default, it is chosen by the model_type in config.json. Raises ConfigError if the folder
     cannot be read.
+
+    The record's name of a matrix of all experts has {} in place of an expert's number: each expert is a tensor of the
+    folder, unless the folder has them packed (`_packed`).
     """
 
     def __init__(self, source: Path, hf: HuggingFace | None = None):
@@ -109,11 +112,9 @@ class Folder:
         if packed := self._packed(name):
             theirs, _, parts = packed
             return {theirs: (shape[0], parts * shape[1], shape[2])}
-        return (
-            {name.format(number): tuple(shape[1:]) for number in range(shape[0])}
-            if "{}" in name
-            else {name: tuple(shape)}
-        )
+        if "{}" in name:
+            return {name.format(expert): tuple(shape[1:]) for expert in range(shape[0])}
+        return {name: tuple(shape)}
 
     def tensor(self, fqn: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Read a whole tensor and convert it to `dtype`. Raises ConfigError if it is missing or has another shape."""
@@ -135,8 +136,8 @@ class Folder:
             name = theirs
             target.copy_(self._part(theirs, (offsets[0], part * shape[1] + offsets[1], offsets[2]), target.shape))
         elif "{}" in name:
-            for number, part in enumerate(target, offsets[0]):
-                part.copy_(self._part(name.format(number), offsets[1:], part.shape))
+            for expert, part in enumerate(target, offsets[0]):
+                part.copy_(self._part(name.format(expert), offsets[1:], part.shape))
         else:
             target.copy_(self._part(name, offsets, target.shape))
         if not target.isfinite().all():

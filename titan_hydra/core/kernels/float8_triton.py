@@ -233,6 +233,8 @@ def _gated_backward(
     _store_transposed(products, product * scale[None, :], row, column, height, here)
 
 
+# Each program takes ROWS rows of a norm's input, one at a time. It writes their gradients to `result`, and the sum over
+# its rows of the gradient of the norm's weight to its row of `partials`. A weight of at most KEPT columns stays in registers.
 @triton.jit
 def _norm_backward(
     source,

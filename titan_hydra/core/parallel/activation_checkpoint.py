@@ -65,11 +65,14 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         if every == 0 or int(name) % every:
             continue
         sparse = bool(sparse_layers(block))
-        # No policy may wrap compiled parts: inductor's code reuses memory, which would overwrite tensors that the
-        # policy saved.
-        apart = sparse and "context_fn" in options and job.compile.name != "off"
-        own = options | {"context_fn": partial(keeping, options.get("context_fn"))} if sparse and not apart else options
-        for owner, method in compiled_parts(block) if apart else [(block, "forward")]:
+        own, methods = options, [(block, "forward")]
+        if sparse and "context_fn" in options and job.compile.name != "off":
+            # No policy may wrap compiled parts: inductor's code reuses memory, which would overwrite tensors that the
+            # policy saved. So each part is checkpointed by itself.
+            methods = list(compiled_parts(block))
+        elif sparse:
+            own = options | {"context_fn": partial(keeping, options.get("context_fn"))}
+        for owner, method in methods:
             key = (type(owner), method, sparse)
             if key not in classes:
                 classes[key] = checkpointed(type(owner), method, own)

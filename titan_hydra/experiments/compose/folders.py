@@ -17,7 +17,7 @@ FLAGS = ("--config-dir", "-cd")
 added: list[Path] = []  # what Hydra's search path has after conf/ in this process, the first in precedence first
 
 
-def add(folders: Sequence[Path]) -> None:
+def set_option_folders(folders: Sequence[Path]) -> None:
     """Let Hydra find the options of these folders, in place of those that an earlier call has added."""
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin

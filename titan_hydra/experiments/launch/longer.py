@@ -43,7 +43,7 @@ def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Pat
         raise ConfigError(
             f"steps={new.steps}: {directory.name} has no checkpoint before step {new.steps}; its first is {min(steps)}"
         )
-    same = same_rates(old, new)
+    same = steps_of_same_rates(old, new)
     part = f"the learning rates of {old.steps} and {new.steps} steps differ from step {same + 1} on"
     if wanted is not None:
         if wanted not in early:
@@ -59,7 +59,7 @@ def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Pat
     return steps[max(fits)], ""
 
 
-def same_rates(old: Job, new: Job) -> int:
+def steps_of_same_rates(old: Job, new: Job) -> int:
     """Return the last step up to which both jobs have the same learning rates."""
     from titan_hydra.core.train.optimizer import lr_factor as factor
 

@@ -89,7 +89,7 @@ def main(script: Path | None = None, begun: Begun | None = None) -> int:
         require_folder()
         typed = sys.argv[1:]
         named, sys.argv[1:] = folders.taken_out(sys.argv[1:])
-        folders.add(folders.usable_folders(named, folders.of_script(script) if script else ()))
+        folders.set_option_folders(folders.usable_folders(named, folders.of_script(script) if script else ()))
         if not full_error:
             overrides, flags = arranged(sys.argv[1:])
             sys.argv[1:] = [*overrides, *flags]

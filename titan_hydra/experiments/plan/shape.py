@@ -295,29 +295,31 @@ def _of_decoder(job: Job, stacks: tuple[Stack, ...]) -> Shape:
     pp = degrees.pp > 1
     layers = _layers(job) if pp else (model.n_layers,)
     less, dense = (lighter(job), experts.dense) if experts else (0, 0)
+    # as if each block had experts; a rank's share follows below
     block = (family.parameters(model) - towers - ends + dense * less) / model.n_layers
+    # what tensor parallelism does not split
     whole = sum(one.inputs * one.outputs for one in linears if one.whole) + (
         experts.number * model.dim if experts else 0
     )
     block = (block - whole) / degrees.tp + whole
     samples, shards = microbatch_size(job), degrees.dp_shard * degrees.cp
     shape = Shape(
-        job,
-        linears,
-        block,
-        _dense(layers, dense),
-        less / degrees.tp,
-        table,
-        0 if model.tie_embeddings else table,
-        layers,
-        stages_of_ranks(job) if pp else [[0]],
-        microbatches(job),
-        samples,
-        samples * job.data.seq_len / degrees.cp,
-        local_batches(job),
-        shards,
-        shards * degrees.dp_replicate * (degrees.tp if experts else 1) > 1,
-        experts,
+        job=job,
+        linears=linears,
+        block=block,
+        dense=_dense(layers, dense),
+        lighter=less / degrees.tp,
+        embedding=table,
+        head=0 if model.tie_embeddings else table,
+        layers=layers,
+        stages=stages_of_ranks(job) if pp else [[0]],
+        microbatches=microbatches(job),
+        samples=samples,
+        tokens=samples * job.data.seq_len / degrees.cp,
+        rounds=local_batches(job),
+        shards=shards,
+        wrapped=shards * degrees.dp_replicate * (degrees.tp if experts else 1) > 1,
+        experts=experts,
     )
     return replace(shape, before=tuple(_of_tower(shape, one) for one in stacks))
 

@@ -44,7 +44,7 @@ def page(report: Report, live: float = 0) -> str:
         name=report.name,
         caption=caption,
         table=_table(report),
-        more=more(report),
+        more=details_of(report),
         data=data(report),
         live=live,
         light=light,
@@ -68,7 +68,7 @@ def news(report: Report) -> dict[str, Any]:
     parts: Any = template("report_parts.html").module
     over = sum(row.cell.state.kind != "new" and not row.cell.state.active for row in report.own)
     state = f"{datetime.datetime.now():%H:%M:%S}: {over} of {len(report.own)} cells are over"
-    results, details = parts.results(_table(report)), parts.details(more(report))
+    results, details = parts.results(_table(report)), parts.details(details_of(report))
     return {"results": str(results), "details": str(details), "data": data(report), "state": state}
 
 
@@ -166,7 +166,7 @@ def _run(look: charts.Look, row: ReportRow, report: Report) -> dict[str, Any]:
     }
 
 
-def more(report: Report) -> dict[str, Any]:
+def details_of(report: Report) -> dict[str, Any]:
     """Return the parts of the page below the charts: differing keys, environment, commands."""
     return {
         "section": report.section,

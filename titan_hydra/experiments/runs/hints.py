@@ -34,7 +34,7 @@ def hint(failure: Failure) -> str:
     except (KeyError, TypeError, AttributeError, OSError, ConfigError):
         return ""
     saved = any(checkpoints.complete(layout.CHECKPOINTS.of(directory)))
-    again = f"launch.retry=failed {'goes on from the newest checkpoint' if saved else 'starts it from step 1'}; or"
+    again = f"launch.retry=failed {'goes on from the newest checkpoint' if saved else 'starts it from step 1'}"
     match failure.kind:
         case Kind.OUT_OF_MEMORY if failure.rank is None:
             return f"more memory of the host{f' for the job, as {own},' if own else ''} or a smaller data.prefetch"
@@ -48,11 +48,11 @@ def hint(failure: Failure) -> str:
         case Kind.NOT_FINITE:
             return f"a lower optimizer.lr than {job.optimizer.lr:g}, or debug=anomaly to see which operation it was"
         case Kind.TIME_LIMIT if job.cluster.time_minutes:
-            return f"{again} cluster.time_minutes={2 * job.cluster.time_minutes}"
+            return f"{again}; or cluster.time_minutes={2 * job.cluster.time_minutes}"
         case Kind.DISK:
-            return f"room on the file system of {quoted([str(directory)])} (df -h, quota -s); then {again.removesuffix('; or')}"
+            return f"room on the file system of {quoted([str(directory)])} (df -h, quota -s); then {again}"
         case Kind.PREEMPTED if own:
-            return f"{again} {own}"
+            return f"{again}; or {own}"
     return own
 
 

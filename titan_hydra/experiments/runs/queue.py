@@ -63,8 +63,8 @@ def executor_of(directory: Path, owner: Owner) -> Any:
 
 
 def owner_in(directory: Path, attempt: int) -> Owner:
-    """Return an attempt's attempt.json; {} if it is damaged: then the records of its ranks show where they run. Damaged is
-    also a name of the executor that neither the package nor the run's modules (train.imports) have.
+    """Return an attempt's attempt.json. Return {} if it is damaged, or names an executor that neither the package nor the
+    run's modules (train.imports) have: then the records of its ranks show where they run.
     """
     owner = layout.CLAIM.read(layout.ATTEMPT.of(directory, attempt))
     if name_of(owner) not in EXECUTORS:

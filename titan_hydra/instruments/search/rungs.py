@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from titan_hydra.core.job.config import Fault, Job
-from titan_hydra.experiments.launch.longer import same_rates
+from titan_hydra.experiments.launch.longer import steps_of_same_rates
 from titan_hydra.instruments.search.keys import OptunaSearch
 
 from .journal import SearchTrial
@@ -123,7 +123,7 @@ def not_the_longer_run(job: Job, rungs: Rungs) -> str | None:
     for short, long in zip(rungs.steps, rungs.steps[1:], strict=False):
         if short <= warm:
             return f"the shortest run has {short} steps, and the warm-up {warm}; set search.first_steps"
-        same = same_rates(replace(job, steps=short), replace(job, steps=long))
+        same = steps_of_same_rates(replace(job, steps=short), replace(job, steps=long))
         if same - warm < KEPT * (short - warm):
             return (
                 f"lr_scheduler={job.lr_scheduler.name}: the learning rates of {short} and {long} steps differ from step "

@@ -19,7 +19,7 @@ from titan_hydra.experiments.compose.cells import Question
 from titan_hydra.experiments.compose.sweep import key_of
 from titan_hydra.experiments.launch.cell import Cell
 from titan_hydra.experiments.launch.dispatch import examine, read_all
-from titan_hydra.experiments.launch.longer import origin, same_rates
+from titan_hydra.experiments.launch.longer import origin, steps_of_same_rates
 from titan_hydra.instruments.search.keys import OptunaSearch
 
 from .journal import SearchTrial
@@ -119,9 +119,10 @@ def checkpoint_overrides(job: Job, rungs: Rungs) -> list[str]:
     """Return overrides that make a run keep the checkpoint from which the run of the next length continues."""
     if job.steps == rungs.steps[-1]:
         return []
-    step = same_rates(job, replace(job, steps=rungs.steps[rungs.steps.index(job.steps) + 1]))
+    step = steps_of_same_rates(job, replace(job, steps=rungs.steps[rungs.steps.index(job.steps) + 1]))
     interval = job.checkpoint.interval
-    interval = interval if interval and step % interval == 0 else step
+    if not interval or step % interval:
+        interval = step
     return [f"checkpoint.interval={interval}", f"checkpoint.keep_every={step}", "checkpoint.last_step=true"]
 
 

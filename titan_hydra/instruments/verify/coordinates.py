@@ -49,6 +49,9 @@ def _measure(device: torch.device, folder: str, jobs: list[tuple[int, dict]]) ->
 
 
 def _run(job: Job, trainer: Trainer) -> dict[str, Any]:
+    """Train the job's steps. Return the losses and, for each kind of activation on the first microbatch, its size before
+    and after the training, and the size of its change.
+    """
     loader = data.build(job, 0, 1)
     batch = loader.next()
     probe, losses = trainer.prepare(batch.split(job.data.local_batch)[0]), []

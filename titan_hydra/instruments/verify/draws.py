@@ -64,9 +64,5 @@ class CutLinears(TorchFunctionMode):
     def cut(self, size: int) -> list[int]:
         """Return random sizes that sum to `size`, each from 0.5 to 1.5 times the mean size."""
         even, off = size // self.parts, size // self.parts // 4
-        return [
-            end - start
-            for start, end in pairwise(
-                (0, *(even * i + self.dice.randint(-off, off) for i in range(1, self.parts)), size)
-            )
-        ]
+        cuts = [even * i + self.dice.randint(-off, off) for i in range(1, self.parts)]
+        return [end - start for start, end in pairwise((0, *cuts, size))]

@@ -317,22 +317,20 @@ def _run_all(ranks: int, run: Callable[..., None], folder: str, jobs: list[tuple
             spawn_ranks(ranks, run, folder, jobs)
             return
         except (Raised, Crashed) as error:
-            text = [line for line in str(error).splitlines() if line.strip()]
-            lines = [line for line in text if not line.startswith(NOTE)]
-            # If a rank refuses a case, only the last line of the traceback and the note that names the case are
-            # printed.
-            _tell(", ".join(text[text.index(lines[-1]) :]) if lines[-1].startswith(REFUSED) else str(error))
+            lines = [line for line in str(error).splitlines() if line.strip()]
+            reason = next(line for line in reversed(lines) if not line.startswith(NOTE))
+            # If a rank refuses a case, only the reason and the notes behind it, which name the case, are printed.
+            _tell(", ".join(lines[lines.index(reason) :]) if reason.startswith(REFUSED) else str(error))
             jobs = [job for job in jobs if not _file(folder, job[0]).exists()]
             if not jobs:
                 raise
             number, case, _ = jobs[0]
-            if (
-                isinstance(error, Crashed) and number != crashed
-            ):  # the case is tried again: torch 2.13's gloo sometimes corrupts the heap
+            # a crashed case is tried once more: torch 2.13's gloo sometimes corrupts the heap
+            if isinstance(error, Crashed) and number != crashed:
                 crashed = number
                 continue
             jobs = jobs[1:]
-            _write(folder, number, lost(case, lines[-1]))
+            _write(folder, number, lost(case, reason))
 
 
 def _file(folder: str, number: int) -> Path:

@@ -27,14 +27,14 @@ def refuse_unprinted(conversation: Conversation, text: str) -> None:
     """
     for tool in conversation.tools:
         name = tool.get("function", tool).get("name") if isinstance(tool.get("function", tool), dict) else None
-        if isinstance(name, str) and not _end(name, text, 0):
+        if isinstance(name, str) and _end(name, text) is None:
             raise ValueError(f"the template does not print the tool {name}")
     question, place = last_question(conversation), 0
     for number, message in enumerate(conversation.messages):
         for what, piece in _pieces(message, number > question):
             # the system's text may stand anywhere, and a template may print arguments in another order
             end = _end(piece, text, place if what in ("content", "reasoning") and message["role"] != "system" else 0)
-            if not end:
+            if end is None:
                 raise ValueError(f"the template does not print the {what} of message {number + 1}")
             if what == "content" and message["role"] != "system":
                 place = end
@@ -44,7 +44,7 @@ def forgotten(conversation: Conversation, text: str) -> int:
     """Return the number of messages before the last question whose reasoning the text lacks."""
     question = last_question(conversation)
     return sum(
-        not _end(piece, text, 0)
+        _end(piece, text) is None
         for message in conversation.messages[: question + 1]
         for what, piece in _pieces(message, True)
         if what == "reasoning"
@@ -71,13 +71,13 @@ def _pieces(message: dict[str, Any], thinks: bool) -> Iterator[tuple[str, str]]:
                 yield "arguments of a call", value
 
 
-def _end(piece: str, text: str, begin: int) -> int:
-    """Return where a piece, perhaps quoted for JSON, ends in the text behind `begin`; 0 if it is not there. If only
-    blanks and punctuation differ, it counts as being there.
+def _end(piece: str, text: str, begin: int = 0) -> int | None:
+    """Return where a piece, perhaps quoted for JSON, ends in the text behind `begin`; None if it is not there. If only
+    blanks and punctuation differ, it counts as being there, and its end as `begin`.
     """
     piece = piece.strip()
     for form in (piece, json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1]):
         if (found := text.find(form, begin)) >= 0:
-            return max(found + len(form), 1)
-    letters = re.sub(r"[\W_]+", "", piece)
-    return max(begin, 1) if letters and letters in re.sub(r"[\W_]+", "", text[begin:]) else 0
+            return found + len(form)
+    letters, letters_of_text = (re.sub(r"[\W_]+", "", part) for part in (piece, text[begin:]))
+    return begin if letters and letters in letters_of_text else None

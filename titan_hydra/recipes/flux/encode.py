@@ -69,9 +69,8 @@ def captioned(lines: Path) -> Iterator[tuple[Path, str]]:
     line.
     """
     try:
-        rows = (
-            lines.read_bytes().splitlines()
-        )  # as bytes, because a caption may hold other ends of lines, such as U+2028
+        # as bytes, because a caption may hold other ends of lines, such as U+2028
+        rows = lines.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"{lines}: cannot be read ({error})") from error
     if not rows:

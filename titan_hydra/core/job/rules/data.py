@@ -59,12 +59,12 @@ def data_files_are_there(job: Job) -> Iterator[Fault]:
                 yield Fault(f"{key}.hub_validation_split", None, f"validation=on with data={source.name} needs it")
             continue
         elif record.suffixes and source.path:
-            yield from _are_there(f"{key}.path", source.path, record.suffixes, job.data.max_bad_shards)
+            yield from _faults_of_files(f"{key}.path", source.path, record.suffixes, job.data.max_bad_shards)
         if record.suffixes and hasattr(source, "validation_path") and job.validation.name == "on":
             if not source.validation_path:
                 yield Fault(f"{key}.validation_path", None, f"validation=on with data={source.name} needs it")
             else:
-                yield from _are_there(
+                yield from _faults_of_files(
                     f"{key}.validation_path", source.validation_path, record.suffixes, job.data.max_bad_shards
                 )
 
@@ -83,7 +83,10 @@ def corpus_fills_a_step(job: Job) -> Iterator[Fault]:
             yield Fault(f"{key}.path", source.path, f"{size:,} bytes of text, and a step takes {step:,} tokens")
 
 
-def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> Iterator[Fault]:
+def _faults_of_files(key: str, path: str, suffixes: tuple[str, ...], most_missing: int) -> Iterator[Fault]:
+    """Yield the first reason why the files at a path cannot be read: there is none, none has a suffix of the source, all
+    are empty, or more than `most_missing` of a numbered set are missing.
+    """
     try:
         found = expand(path)
     except (ConfigError, OSError) as error:
@@ -91,16 +94,15 @@ def _are_there(key: str, path: str, suffixes: tuple[str, ...], limit: int) -> It
         return
     usable = data_files(path, found, suffixes)
     if not found:
-        yield (
-            Fault(key, path, "no file in it", ())
-            if home(path).is_dir()
-            else Fault(key, path, "no such file", similar(path))
-        )
+        if home(path).is_dir():
+            yield Fault(key, path, "no file in it", ())
+        else:
+            yield Fault(key, path, "no such file", similar(path))
     elif not usable:
         yield Fault(key, path, unread(found[0], suffixes))
     elif not any(file.stat().st_size for file in usable):
         yield Fault(key, path, "the file is empty" if len(usable) == 1 else "all files are empty")
-    elif len(gone := missing(path, found)) > limit:
+    elif len(gone := missing(path, found)) > most_missing:
         yield Fault(
             key,
             path,

@@ -221,13 +221,13 @@ class Ended:
 
     def failure(self) -> Failure:
         """Return the failure of the attempt, with this rank as the guilty rank."""
-        status, line, detail, log = self._spoken() if self.error else self._unspoken()
+        status, line, detail, log = self._recorded() if self.error else self._without_record()
         kind = Kind.KILLED if status == Exit.BUG and self.status == -signal.SIGKILL else KIND_OF.get(status, Kind.BUG)
         if kind == Kind.BUG and re.search(DISK_FULL, f"{line}\n{detail}\n{(self.error or {}).get('traceback', '')}"):
             kind = Kind.DISK
         return Failure(self.rank, status, line, detail, log, kind, self.host, self.attempt)
 
-    def _spoken(self) -> tuple[int, str, str, Path | None]:
+    def _recorded(self) -> tuple[int, str, str, Path | None]:
         """Return the status, line, detail and log of the failure of a rank that recorded its error."""
         words, trace = self.error["message"], self.error["traceback"]
         if self.status == Exit.OUT_OF_MEMORY and "step" in self.error:
@@ -236,7 +236,7 @@ class Ended:
             return self.status, f"rank {self.rank}: {words}", "", None
         return self.status, f"rank {self.rank}: {self.error['type']}: {_first_line(words)}", _tail(trace), self.log
 
-    def _unspoken(self) -> tuple[int, str, str, Path]:
+    def _without_record(self) -> tuple[int, str, str, Path]:
         """Return the status, line, detail and log of the failure of a rank that ended without recording an error."""
         text = layout.last_lines(self.log, 200)
         if self.status == -signal.SIGABRT and re.search("collective operation timeout", text):

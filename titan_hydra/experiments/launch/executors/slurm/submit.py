@@ -155,10 +155,8 @@ def batch_of(
             (shape.nodes, shape.nodes * shape.ranks_per_node)
         ]
         lines += [JobLine(sizes, attempt.parents[1], int(attempt.name), restarts) for attempt in own]
-    cluster = array.cluster
-    cluster = replace(
-        cluster, exclude=[*cluster.exclude, *(host for host in array.exclude if host not in cluster.exclude)]
-    )
+    exclude = dict.fromkeys([*array.cluster.exclude, *array.exclude])
+    cluster = replace(array.cluster, exclude=[*exclude])
     if after:
         dependency = ",".join(filter(None, [str(cluster.sbatch.get("dependency") or ""), f"afterany:{after}"]))
         cluster = replace(cluster, sbatch={**cluster.sbatch, "dependency": dependency})
