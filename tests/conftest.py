@@ -109,6 +109,7 @@ LONG = (
     "core/train/observe/test_stragglers.py::test_status_and_report_name_a_rank_that_is_slowed_by_a_third",
     "core/train/observe/test_stuck.py",
     "core/train/test_tracker.py",
+    "experiments/runs/test_keep.py::test_kills_at_random_moments_leave_whole_runs",
     "instruments/rates/test_tune.py",
     "recipes/chat/test_sft.py::test_every_layout_learns_what_one_process_learns",
     "recipes/flux/test_diffusion.py::test_every_layout_learns_what_one_process_learns",

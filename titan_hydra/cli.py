@@ -119,6 +119,32 @@ COMMANDS = {  # words and, behind a word, its verbs
         ("titan compare c992 e1ee", "titan compare c992 e1ee --json"),
         "Results",
     ),
+    "runs": Word(
+        "",
+        "put runs away, each whole or not at all",
+        ("titan runs remove c992 --dry", "titan runs archive study --to study.tar.zst"),
+        "Results",
+    ),
+    "runs remove": Word(
+        "titan_hydra.experiments.runs.command_runs:remove_runs",
+        "delete runs and sweeps that nothing needs; --unused: snapshots of code that no run needs",
+        ("titan runs remove c992 e1ee", "titan runs remove study --dry", "titan runs remove --unused"),
+    ),
+    "runs archive": Word(
+        "titan_hydra.experiments.runs.command_runs:archive_runs",
+        "write runs and sweeps into one file, compare it with them, and delete them",
+        ("titan runs archive study --to study.tar.zst", "titan runs archive c992 --to run.tar --checkpoints last"),
+    ),
+    "runs restore": Word(
+        "titan_hydra.experiments.runs.command_runs:restore_runs",
+        "check an archive, and put its runs back",
+        ("titan runs restore study.tar.zst", "titan runs restore study.tar.zst --runs /scratch/runs"),
+    ),
+    "runs move": Word(
+        "titan_hydra.experiments.runs.command_runs:move_runs",
+        "move runs and sweeps to another folder of runs, also on another disk",
+        ("titan runs move study --to /archive/runs", "titan runs move c992 e1ee --to /archive/runs --dry"),
+    ),
     "generate": Word(
         "titan_hydra.experiments.runs.command_generate",
         "let the model of a run or checkpoint continue a text",
@@ -169,10 +195,11 @@ COMMANDS = {  # words and, behind a word, its verbs
 }
 ELSEWHERE = {  # words of other programs and former words, and the line of titan that does it
     "train launch submit start torchrun": "titan run",
-    "ls list ps runs show top queue": "titan status --all",
+    "ls list ps show top queue": "titan status --all",
     "watch follow monitor": "titan status -f",
     "tail log debug": "titan logs",
-    "kill delete abort cancel": "titan stop",
+    "kill abort cancel": "titan stop",
+    "rm delete clean cleanup gc": "titan runs remove",
     "restart rerun continue retry": "titan resume",
     "extend longer": "titan resume RUN steps=N",
     "table plot plots page results summary": "titan report",

@@ -96,3 +96,21 @@ def test_a_run_goes_on_with_fewer_nodes_in_another_layout(submit):
     assert (nodes, submit.job(run, 2)["NumNodes"]) == ("2", "1")
     assert sorted(submit.losses(run)) == list(range(1, 41))
     assert json.loads((run / "config.json").read_text())["parallelism"]["tp"] == 2
+
+
+@pytest.mark.slow
+def test_runs_whose_jobs_slurm_still_has_are_not_removed(submit):
+    line = ("-m", *submit.SLURM, *submit.ENDLESS, "launch.packed=true", "steps=3,1000000", "sweep.name=packed")
+    submitted = submit.run(*line)
+    assert submitted.returncode == 0, submitted.stderr
+    submit.wait(lambda: [cell["state"] for cell in cells(submit).values()] == ["done", "running"])
+    first, second = (cell["directory"].rpartition("/")[2] for cell in cells(submit).values())
+    refused = submit.titan("runs", "remove", second, "--force", "--yes")
+    assert refused.returncode == 2 and f"titan stop {second}" in refused.stderr
+    refused = submit.titan("runs", "move", first, "--to", "there")
+    assert refused.returncode == 2 and "RUNNING" in refused.stderr.splitlines()[0]
+    assert submit.titan("stop", "packed", "--yes").returncode == 0
+    submit.wait(lambda: "interrupted" in [cell["state"] for cell in cells(submit).values()])
+    submit.wait(lambda: submit.titan("runs", "archive", "packed", "--to", "packed.tar.zst").returncode == 0)
+    assert submit.titan("runs", "restore", "packed.tar.zst").returncode == 0
+    assert [cell["state"] for cell in cells(submit).values()] == ["done", "interrupted"]

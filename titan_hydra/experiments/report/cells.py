@@ -73,8 +73,8 @@ class ReportCell:
 
     @property
     def waiting(self) -> bool:
-        """Whether the run has never started. A requeued run has started."""
-        return self.state.kind in ("new", "not submitted", "queued") and not self.losses
+        """Whether the run has never started, or was removed. A requeued run has started."""
+        return self.state.kind in ("new", "removed", "not submitted", "queued") and not self.losses
 
     @cached_property
     def steady(self) -> list[float]:

@@ -32,10 +32,13 @@ COLOURS = {
     "damaged": "red",
     "unknown": "dim",
     "new": "dim",
+    "removed": "dim",
 }
-ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "not submitted", "new")
+ORDER = ("done", "running", "queued", "failed", "damaged", "interrupted", "unknown", "not submitted", "new", "removed")
 # States, the most important first. If the screen has too few lines, rows with the last of these states are left out.
-SHOWN_FIRST = ("running", "failed", "damaged", "unknown", "queued", "interrupted", "not submitted", "new", "done")
+SHOWN_FIRST = (
+    *("running", "failed", "damaged", "unknown", "queued", "interrupted", "not submitted", "new", "done", "removed"),
+)
 PHASES = {"start": "starting", "validation": "validating", "checkpoint": "writing a checkpoint", "end": "ending"}
 FAILURES = 8  # maximum number of failed runs for which the reason is printed
 NAME = 56  # maximum length at which a cell's name is cut

@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
 def asked(question: str) -> bool:
     """Ask the user a yes/no question. Raises ConfigError if there is no terminal."""
     if not sys.stdin.isatty():
-        raise ConfigError("there is no terminal on which to confirm; --yes stops without asking")
+        raise ConfigError("there is no terminal on which to confirm; --yes does it without asking")
     try:
         return input(question).strip().lower() in ("y", "yes")
     except EOFError:

@@ -30,6 +30,11 @@ class QueuedJob:
     start: str = ""
 
     @property
+    def unfinished(self) -> bool:
+        """Whether the job may still write into the folder of a run that is done."""
+        return False
+
+    @property
     def why(self) -> str:
         """Why the job waits; "" if the queue gives no reason."""
         return self.reason if self.reason != "None" else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import glob
 import os
 import platform
 import shutil
@@ -36,7 +37,7 @@ from titan_hydra.core.job.run.run import draw_tracked_id, hash_of, homes_of, new
 
 from .queue import Queue, QueuedJob, ask, executor_of, is_here, name_of, owner_in
 
-REPLACED = ".replaced"  # the folder into which launch.force moves a run directory before deleting it
+REPLACED = ".replaced"  # the folder into which a run directory is moved before it is deleted
 # a run on another host counts as interrupted if nothing was written into its attempt's folder for this many seconds
 SILENCE = 120
 
@@ -45,7 +46,7 @@ SILENCE = 120
 class State:
     """The state of a run: its kind, its newest attempt (0: none), and its failure. The kinds are new, not submitted,
     queued, running, done, interrupted, failed, unknown (the executor does not answer) and, returned only by `inspect`,
-    damaged.
+    damaged and removed (by `titan runs`, which may have put the run elsewhere).
     """
 
     kind: str
@@ -54,7 +55,8 @@ class State:
     host: str | None = None  # where the run is running: a host, or a list of nodes
     job: QueuedJob | None = None  # the run's job in the executor's queue
     damage: str = ""  # for a damaged run: the name of the file that cannot be read, with the reason
-    refused: str = ""  # for a run that is interrupted, or not submitted: why the executor has refused or dropped it
+    # for a run that is interrupted, or not submitted: why the executor has refused or dropped it; if removed: where it is
+    refused: str = ""
     groups: tuple[State, ...] = ()  # states of replica groups that are separate jobs, each with its own attempts
     asked: bool = True  # whether the run's executor could be asked; if not, as without its module, the state stays
 
@@ -124,7 +126,9 @@ def inspect(directory: Path, queues: dict[str, Queue] | None = None) -> State:
     """
     try:
         now = state(directory, queues)
-        damage = "" if now.active or now.kind == "new" else damage_of(directory, now)
+        if now.kind == "new":
+            return gone(directory) or now
+        damage = "" if now.active else damage_of(directory, now)
     except PermissionError as error:
         now, damage = State("unknown"), denied(error)
     except ConfigError as error:  # a user's own executor whose module is not here; a finished run does not need it
@@ -140,6 +144,13 @@ def inspect(directory: Path, queues: dict[str, Queue] | None = None) -> State:
     except OSError as error:  # a broken disk
         now, damage = State("unknown"), f"{Path(error.filename or directory).name}: {error.strerror}"
     return replace(now, kind="damaged", failure=None, damage=damage) if damage else now
+
+
+def gone(directory: Path) -> State | None:
+    """Return the state of a sweep's cell that `titan runs` has removed, archived or moved; None for any other run."""
+    found = layout.GONE_RUN.read(layout.GONE.of(directory.parent), directory.name)
+    where = f" to {found['to']}" if found.get("to") else ""
+    return State("removed", refused=f"{found['word']}{where} by {found['by']}") if found else None
 
 
 def inspect_all(directories: list[Path]) -> list[State]:
@@ -248,7 +259,7 @@ def claim(
         shutil.rmtree(mine)  # meanwhile, a launcher with launch.force has replaced the directory
         return None
     if fresh:
-        _remove(directory)
+        delete_aside(set_aside(directory), directory.name)  # a partly deleted directory is never taken for a run
         return _create(directory, job, owner)
     _write_run(directory, job, owner)
     return mine
@@ -304,13 +315,16 @@ def _create(directory: Path, job: Job, owner: dict[str, Any]) -> Path | None:
     return layout.ATTEMPT.of(directory, 1)
 
 
-def _remove(directory: Path) -> None:
-    """Move a run directory into REPLACED, then delete it, so that a partly deleted directory is never taken for a run."""
+def set_aside(directory: Path) -> Path:
+    """Move a run directory, or another folder beside runs, into REPLACED, in one rename, and return its place there."""
     grave = directory.parent / REPLACED / f"{directory.name}-{os.getpid()}-{time.time_ns()}"
     grave.parent.mkdir(exist_ok=True)
-    directory.rename(grave)
-    # this also deletes what an earlier, interrupted deletion has left
-    for folder in grave.parent.glob(f"{directory.name}-*"):
+    return directory.rename(grave)
+
+
+def delete_aside(grave: Path, name: str) -> None:
+    """Delete what was set aside of this name, also by an earlier deletion that was interrupted."""
+    for folder in grave.parent.glob(f"{glob.escape(name)}-*"):
         shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         grave.parent.rmdir()

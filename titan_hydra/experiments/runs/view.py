@@ -208,7 +208,7 @@ def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
     """Read the files that show a run's progress. `file_now` is the present time by the clock of the file system that
     holds these files.
     """
-    if state.kind in ("new", "damaged"):
+    if state.kind in ("new", "damaged", "removed"):
         return RunRow(cell, directory, state)
     home, number, _ = shown_group(directory, state)
     attempt = layout.ATTEMPT.of(home, number)

@@ -37,7 +37,7 @@ def files_now(one: Input, runs: Path, before: dict[str, Any] | None = None) -> F
     the record from when the run began, and `runs` the folder of runs.
     """
     if one.word == "weights":
-        one = replace(one, path=_weights(one.path, before))
+        one = replace(one, path=_weights(one.path, before, runs))
     place = _place(str(home(one.path).absolute()))
     tables = sorted(layout.FILES.of(runs).glob(f"{place}-*.json"), key=_written, reverse=True)
     return look_at(one, [_entries(table) for table in tables[:2]])
@@ -63,12 +63,16 @@ def weights_at(path: str) -> Input:
     return Input(LOAD_PATH, "weights", path, names=WEIGHTS)
 
 
-def _weights(path: str, before: dict[str, Any] | None) -> str:
-    """Return the folder that holds the weights: of a run, its newest checkpoint, or the one that the run began from."""
+def _weights(path: str, before: dict[str, Any] | None, runs: Path) -> str:
+    """Return the folder that holds the weights: of a run, its newest checkpoint, or the one that the run began from. If
+    that run was moved together with those in the folder `runs`, it is there.
+    """
     try:
         found = find_weights(path)
     except ConfigError:
-        return before["path"] if before else path
+        parts = Path(before["path"]).parts if before else ()
+        places = (runs.joinpath(*parts[-depth:]) for depth in range(min(4, len(parts)), 1, -1))
+        return str(next((place for place in places if place.is_dir()), before["path"] if before else path))
     if before is None:
         return str(found)
     began = Path(before["path"])

@@ -267,8 +267,15 @@ CODE_STATE = Entry("<hash>.json", LAUNCHER, "in `_code/`, beside a snapshot: its
     "git_sha": str | None, "git_diff": str | None, "git_untracked": list[str]}))
 FILES = Entry("_files/", LAUNCHER, "sizes, times and digests of large sets of files that runs read")
 FILES_TABLE = Entry("<path>.json", LAUNCHER, "in `_files/`: the table of one set of files", Fields({"path": str, "entries": dict}))
+GONE = Entry("_gone/", "`titan runs`", "a file for each cell of a sweep that was removed, archived or moved away")
+GONE_RUN = Entry("<run>.json", "`titan runs`", "in `_gone/`: what became of the run of this name, when, and by whom", Fields(
+    {"word": str, "by": str, "time": Moment}, {"to": Place}))
 PROOFS = Entry("_proofs/", "`titan verify`", "a folder for each proof of a layout: the layout's hash and the code's digest")
 PROOF = Entry("proof.json", "`titan verify`", "in the folder of a proof: what was proven (`experiments/runs/proofs.py` has its shape)")
+ARCHIVED = Entry("archive.json", "`titan runs archive`", "the last member of an archive: its runs, and a checksum of every other member",
+                 Fields(
+    {"runs": list[str], "sweeps": list[str], "files": Each(Fields({"sha256": str}), named=True), "left_out": list[str]}, {
+        "time": Moment, "by": str}))
 # fmt: on
 
 

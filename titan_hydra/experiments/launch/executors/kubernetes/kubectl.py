@@ -193,6 +193,10 @@ class KubernetesJob(QueuedJob):
     pods: tuple[PodState, ...] = field(default=())
 
     @property
+    def unfinished(self) -> bool:
+        return not self.over
+
+    @property
     def over(self) -> bool:
         return self.state in ("Complete", "Failed")
 

@@ -31,6 +31,10 @@ class SlurmJob(QueuedJob):
         return REASONS.get(self.reason, super().why)
 
     @property
+    def unfinished(self) -> bool:
+        return self.waiting or self.active
+
+    @property
     def waiting(self) -> bool:
         return self.state in WAITING
 
