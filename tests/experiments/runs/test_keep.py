@@ -17,7 +17,7 @@ from titan_hydra import cli
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.records import this_process
 from titan_hydra.experiments.runs import find, packing
-from titan_hydra.experiments.runs.packing import Piece
+from titan_hydra.experiments.runs.packing import Member
 
 SHM = Path("/dev/shm")
 
@@ -70,7 +70,7 @@ class Kept:
 
 
 def sums(run):
-    return packing.sums_of(Piece(run, ""))
+    return packing.sums_of(Member(run, ""))
 
 
 def change(file, edit):

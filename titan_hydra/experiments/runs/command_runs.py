@@ -20,8 +20,8 @@ from titan_hydra.core.job.run.run import newest_attempt
 from titan_hydra.core.train.worker import load_job
 from titan_hydra.experiments.runs import find, needs, packing, proofs, rundir
 from titan_hydra.experiments.runs.command_stop import asked
-from titan_hydra.experiments.runs.needs import Going, size_of
-from titan_hydra.experiments.runs.packing import Piece
+from titan_hydra.experiments.runs.needs import Going, bytes_of
+from titan_hydra.experiments.runs.packing import Member
 from titan_hydra.experiments.runs.view import add_runs, choose
 
 PAST = {"remove": "removed", "archive": "archived", "restore": "restored", "move": "moved"}
@@ -99,7 +99,7 @@ def remove_runs(args: argparse.Namespace) -> int:
         return _remove_unused(args)
     going = _chosen(args)
     _refuse(going, args)
-    sizes = {run: size_of(run) for run in going.runs}
+    sizes = {run: bytes_of(run) for run in going.runs}
     if not args.dry and not args.yes:
         print(*(f"{run.name}  {_mebibytes(size)}" for run, size in sizes.items()), sep="\n")
         if not asked(f"remove {_total(going, sizes)}? [y/N] "):
@@ -120,11 +120,11 @@ def archive_runs(args: argparse.Namespace) -> int:
         raise ConfigError(f"--to {args.to}: its folder does not exist")
     if inside := [run for run in going.runs if file.is_relative_to(run)]:
         raise ConfigError(f"--to {args.to}: lies in {inside[0].name}, which is archived")
-    pieces, sizes = _pieces(going), {run: size_of(run) for run in going.runs}
+    pieces, sizes = _pieces(going), {run: bytes_of(run) for run in going.runs}
     left_out = {path for run in going.runs for path in _steps_left_out(run, args.checkpoints)}
     about: dict[str, Any] = {"runs": [run.name for run in going.runs], "sweeps": [sweep.name for sweep in going.sweeps]}
     about |= {"left_out": sorted(f"{path}" for path in left_out), "by": getpass.getuser(), "time": time.time()}
-    more = {"to": str(file), "left_out": sum(map(size_of, left_out))}
+    more = {"to": str(file), "left_out": sum(map(bytes_of, left_out))}
     if os.path.lexists(file):
         _refuse_other(file, pieces, left_out)
     if not args.dry:
@@ -134,7 +134,7 @@ def archive_runs(args: argparse.Namespace) -> int:
         if not args.keep:
             with _whole(f"all is in {file}"):
                 _delete(going, "archived", file)
-    return _tell(args, "archive", going, sizes, more | ({} if args.dry else {"archive_bytes": size_of(file)}))
+    return _tell(args, "archive", going, sizes, more | ({} if args.dry else {"archive_bytes": bytes_of(file)}))
 
 
 def restore_runs(args: argparse.Namespace) -> int:
@@ -159,11 +159,11 @@ def restore_runs(args: argparse.Namespace) -> int:
             )
             names = [path.relative_to(home).as_posix() for path in (*going.runs, *going.sweeps)]
             names = [*_shared_names(Path(scratch), names), *names]
-            pieces = [Piece(Path(scratch, name), name) for name in names]
+            pieces = [Member(Path(scratch, name), name) for name in names]
             _refuse_there(pieces, going, home)
             _put(pieces, home)
     _delete_notes(home, [run.name for run in going.runs])
-    return _tell(args, "restore", going, {run: size_of(run) for run in going.runs}, {"to": str(home)})
+    return _tell(args, "restore", going, {run: bytes_of(run) for run in going.runs}, {"to": str(home)})
 
 
 def move_runs(args: argparse.Namespace) -> int:
@@ -175,7 +175,7 @@ def move_runs(args: argparse.Namespace) -> int:
         if (home.resolve() == top.resolve()) or (top in going.runs and home.is_relative_to(top)):
             raise ConfigError(f"--to {args.to}: is {'the folder of' if top in going.homes else 'inside'} what is moved")
     _refuse(going, args, needs.needed(going, together=True))
-    pieces, sizes = _pieces(going), {run: size_of(run) for run in going.runs}
+    pieces, sizes = _pieces(going), {run: bytes_of(run) for run in going.runs}
     _refuse_there(pieces, going, home)
     if not args.dry:
         with _whole("what was not moved is as it was"):
@@ -231,7 +231,7 @@ def _whole(rest: str) -> Iterator[None]:
         raise RunError(f"{place}{getattr(error, 'strerror', None) or error}; {rest}") from error
 
 
-def _pieces(going: Going) -> list[Piece]:
+def _pieces(going: Going) -> list[Member]:
     """Return the runs and sweeps, and before them what goes with them: snapshots of code, tables of files, proofs of their
     layouts, notes about cells that are gone.
     """
@@ -246,9 +246,9 @@ def _pieces(going: Going) -> list[Piece]:
         }
         beside = [*needs.beside(mine, home), *_proofs(mine, home)]
         beside += [file for name in absent if (file := layout.GONE_RUN.of(layout.GONE.of(home), name)).is_file()]
-        found += [Piece(path, path.relative_to(home).as_posix()) for path in beside]
-    found += [Piece(run, run.name) for run in going.runs]
-    return [*found, *(Piece(sweep, sweep.relative_to(sweep.parents[1]).as_posix()) for sweep in going.sweeps)]
+        found += [Member(path, path.relative_to(home).as_posix()) for path in beside]
+    found += [Member(run, run.name) for run in going.runs]
+    return [*found, *(Member(sweep, sweep.relative_to(sweep.parents[1]).as_posix()) for sweep in going.sweeps)]
 
 
 def _proofs(runs: list[Path], home: Path) -> list[Path]:
@@ -279,7 +279,7 @@ def _steps_left_out(run: Path, kept: str) -> list[Path]:
     return found
 
 
-def _refuse_other(file: Path, pieces: list[Piece], left_out: set[Path]) -> None:
+def _refuse_other(file: Path, pieces: list[Member], left_out: set[Path]) -> None:
     """Raise ConfigError unless a file that exists is an archive of these pieces: an earlier command has written it, and was
     stopped before it had removed all runs.
     """
@@ -292,7 +292,7 @@ def _refuse_other(file: Path, pieces: list[Piece], left_out: set[Path]) -> None:
             raise ConfigError(f"{file}: exists already, and holds another {piece.name}")
 
 
-def _refuse_there(pieces: list[Piece], going: Going, home: Path) -> None:
+def _refuse_there(pieces: list[Member], going: Going, home: Path) -> None:
     """Raise ConfigError if a run or a sweep is in a folder of runs already, unless it has the same bytes there."""
     own = {path.name for path in (*going.runs, *going.sweeps)}
     for piece in pieces:
@@ -300,12 +300,12 @@ def _refuse_there(pieces: list[Piece], going: Going, home: Path) -> None:
         if (
             piece.source.name in own
             and os.path.lexists(there)
-            and packing.sums_of(Piece(there, piece.name)) != packing.sums_of(piece)
+            and packing.sums_of(Member(there, piece.name)) != packing.sums_of(piece)
         ):
             raise ConfigError(f"{there}: exists already, with other content; nothing was changed")
 
 
-def _put(pieces: list[Piece], home: Path) -> None:
+def _put(pieces: list[Member], home: Path) -> None:
     """Rename pieces into a folder of runs, except those that are there."""
     for piece in pieces:
         target = home / piece.name
@@ -321,7 +321,7 @@ def _delete(going: Going, word: str, to: Path | None = None) -> None:
     for run in going.runs:
         rundir.delete_aside(_taken_away(run), run.name)
     for sweep in going.sweeps:
-        rundir.delete_aside(rundir.set_aside(sweep), sweep.name)
+        rundir.delete_aside(rundir.lay_aside(sweep), sweep.name)
     _forget_gone(going)
 
 
@@ -330,7 +330,7 @@ def _taken_away(run: Path, to: Path | None = None) -> Path:
     ConfigError, and leaves the run, if a launcher has claimed it meanwhile.
     """
     before = newest_attempt(run)
-    there = run.rename(to) if to else rundir.set_aside(run)
+    there = run.rename(to) if to else rundir.lay_aside(run)
     if newest_attempt(there) != before:
         there.rename(run)
         raise ConfigError(f"{run.name}: was started meanwhile; it is as it was")
@@ -363,7 +363,7 @@ def _delete_notes(home: Path, names: Iterable[str]) -> None:
         folder.rmdir()
 
 
-def _move(pieces: list[Piece], going: Going, home: Path) -> None:
+def _move(pieces: list[Member], going: Going, home: Path) -> None:
     """Move runs and sweeps, and copy the other pieces. Between two file systems, a copy is compared with the original before
     that is deleted.
     """
@@ -380,11 +380,11 @@ def _move(pieces: list[Piece], going: Going, home: Path) -> None:
                     raise
         if not os.path.lexists(target):
             with tempfile.TemporaryDirectory(prefix=".new-", dir=home, ignore_cleanup_errors=True) as scratch:
-                _put([Piece(packing.copy_piece(piece, Path(scratch)), piece.name)], home)
+                _put([Member(packing.copy_piece(piece, Path(scratch)), piece.name)], home)
         if piece.source in going.runs:
             rundir.delete_aside(_taken_away(piece.source), piece.source.name)
         elif piece.source in own:
-            rundir.delete_aside(rundir.set_aside(piece.source), piece.source.name)
+            rundir.delete_aside(rundir.lay_aside(piece.source), piece.source.name)
     _delete_notes(home, [run.name for run in going.runs])
 
 
@@ -393,7 +393,7 @@ def _remove_unused(args: argparse.Namespace) -> int:
     home = args.runs.absolute()
     if not home.is_dir():
         raise ConfigError(f"--runs={args.runs}: no such folder")
-    sizes = {path: size_of(path) for path in needs.unused(home)}
+    sizes = {path: bytes_of(path) for path in needs.unused(home)}
     for path in () if args.dry else sizes:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -232,7 +232,7 @@ def unused(home: Path) -> list[Path]:
     return [path for path in dict.fromkeys(found) if now - path.lstat().st_mtime > FRESH]
 
 
-def size_of(path: Path) -> int:
+def bytes_of(path: Path) -> int:
     """Return the bytes of a file, or of the files in a folder; a file with several names counts once."""
     inside = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
     found = [one.lstat() for one in (inside if path.is_dir() and not path.is_symlink() else [path])]

@@ -32,14 +32,14 @@ CHUNK = 1 << 20
 BROKEN = (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error)  # what reading a damaged archive raises
 
 
-class Piece(NamedTuple):
+class Member(NamedTuple):
     """A run, or a file or folder that goes with runs: where it is, and its name in a folder of runs."""
 
     source: Path
     name: str
 
 
-class Summed:
+class Hashed:
     """A file that is read once, and whose checksum is known then."""
 
     def __init__(self, file: Any):
@@ -51,7 +51,7 @@ class Summed:
         return content
 
 
-def contents(piece: Piece, left_out: Collection[Path] = ()) -> Iterator[tuple[str, Path, os.stat_result]]:
+def contents(piece: Member, left_out: Collection[Path] = ()) -> Iterator[tuple[str, Path, os.stat_result]]:
     """Yield (name, path, lstat) of a piece and all that is in it, folders before what they hold, except the folders
     `left_out`. Raises ConfigError for what is neither a file nor a folder nor a link.
     """
@@ -67,7 +67,7 @@ def contents(piece: Piece, left_out: Collection[Path] = ()) -> Iterator[tuple[st
             found += [(f"{name}/{one}", path / one) for one in inside if path / one not in left_out]
 
 
-def sums_of(piece: Piece, left_out: Collection[Path] = ()) -> dict[str, str]:
+def sums_of(piece: Member, left_out: Collection[Path] = ()) -> dict[str, str]:
     """Return the checksum of each file of a piece, by name; for a link, of its target; for a folder, of nothing."""
     return {name: _sum(path, about) for name, path, about in contents(piece, left_out)}
 
@@ -83,7 +83,7 @@ def _sum_of_name(target: str) -> str:
     return hashlib.sha256(os.fsencode(target)).hexdigest()
 
 
-def copy_piece(piece: Piece, scratch: Path) -> Path:
+def copy_piece(piece: Member, scratch: Path) -> Path:
     """Copy a piece into the folder `scratch`, compare the copy with it, and return the copy."""
     target = scratch / piece.name
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def copy_piece(piece: Piece, scratch: Path) -> Path:
         shutil.copytree(piece.source, target, symlinks=True)
     else:
         shutil.copy2(piece.source, target)
-    if sums_of(Piece(target, piece.name)) != before:
+    if sums_of(Member(target, piece.name)) != before:
         raise ConfigError(f"{piece.source}: its copy in {target} has other bytes; nothing was deleted")
     for folder, _, names in os.walk(target):
         for name in names:
@@ -130,7 +130,7 @@ def _written(file: Path) -> Iterator[IO[bytes]]:
     sync_folder(file)
 
 
-def write_archive(file: Path, pieces: list[Piece], left_out: Collection[Path], about: dict[str, Any]) -> None:
+def write_archive(file: Path, pieces: list[Member], left_out: Collection[Path], about: dict[str, Any]) -> None:
     """Write an archive of pieces without the folders `left_out`, read it again, and compare. Until then, it has another
     name. Raises ConfigError if another process writes it, or if what was read is not what was written.
     """
@@ -175,7 +175,7 @@ def _add(tar: tarfile.TarFile, name: str, path: Path, about: os.stat_result) -> 
     if stat.S_ISREG(about.st_mode):
         info.size = about.st_size
         with path.open("rb") as file:
-            summed = Summed(file)
+            summed = Hashed(file)
             tar.addfile(info, cast(IO[bytes], summed))
         return summed.sum.hexdigest()
     link = os.readlink(path) if stat.S_ISLNK(about.st_mode) else ""
@@ -244,7 +244,7 @@ def _take_out(tar: tarfile.TarFile, info: tarfile.TarInfo, into: Path | None) ->
         if target and info.isdir():
             target.mkdir(parents=True, exist_ok=True)
         return _sum_of_name(info.linkname if info.issym() else "")
-    content = Summed(tar.extractfile(info))
+    content = Hashed(tar.extractfile(info))
     if target is None:
         while content.read(CHUNK):
             pass

@@ -259,7 +259,7 @@ def claim(
         shutil.rmtree(mine)  # meanwhile, a launcher with launch.force has replaced the directory
         return None
     if fresh:
-        delete_aside(set_aside(directory), directory.name)  # a partly deleted directory is never taken for a run
+        delete_aside(lay_aside(directory), directory.name)  # a partly deleted directory is never taken for a run
         return _create(directory, job, owner)
     _write_run(directory, job, owner)
     return mine
@@ -315,7 +315,7 @@ def _create(directory: Path, job: Job, owner: dict[str, Any]) -> Path | None:
     return layout.ATTEMPT.of(directory, 1)
 
 
-def set_aside(directory: Path) -> Path:
+def lay_aside(directory: Path) -> Path:
     """Move a run directory, or another folder beside runs, into REPLACED, in one rename, and return its place there."""
     grave = directory.parent / REPLACED / f"{directory.name}-{os.getpid()}-{time.time_ns()}"
     grave.parent.mkdir(exist_ok=True)
