@@ -103,7 +103,9 @@ def test_runs_whose_jobs_slurm_still_has_are_not_removed(submit):
     line = ("-m", *submit.SLURM, *submit.ENDLESS, "launch.packed=true", "steps=3,1000000", "sweep.name=packed")
     submitted = submit.run(*line)
     assert submitted.returncode == 0, submitted.stderr
-    submit.wait(lambda: [cell["state"] for cell in cells(submit).values()] == ["done", "running"])
+    submit.wait(
+        lambda: print(seen := [cell["state"] for cell in cells(submit).values()]) or seen == ["done", "running"]
+    )
     first, second = (cell["directory"].rpartition("/")[2] for cell in cells(submit).values())
     refused = submit.titan("runs", "remove", second, "--force", "--yes")
     assert refused.returncode == 2 and f"titan stop {second}" in refused.stderr

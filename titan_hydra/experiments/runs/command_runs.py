@@ -126,7 +126,7 @@ def archive_runs(args: argparse.Namespace) -> int:
     about |= {"left_out": sorted(f"{path}" for path in left_out), "by": getpass.getuser(), "time": time.time()}
     more = {"to": str(file), "left_out": sum(map(bytes_of, left_out))}
     if os.path.lexists(file):
-        _refuse_other(file, pieces, left_out)
+        _refuse_other(file, [one for one in pieces if one.source in (*going.runs, *going.sweeps)], left_out)
     if not args.dry:
         with _whole("nothing was deleted"):
             if not file.exists():
@@ -162,7 +162,7 @@ def restore_runs(args: argparse.Namespace) -> int:
             pieces = [Member(Path(scratch, name), name) for name in names]
             _refuse_there(pieces, going, home)
             _put(pieces, home)
-    _delete_notes(home, [run.name for run in going.runs])
+    _delete_notes(home, [run.name for run in find.all_runs(home)])
     return _tell(args, "restore", going, {run: bytes_of(run) for run in going.runs}, {"to": str(home)})
 
 
@@ -385,7 +385,7 @@ def _move(pieces: list[Member], going: Going, home: Path) -> None:
             rundir.delete_aside(_taken_away(piece.source), piece.source.name)
         elif piece.source in own:
             rundir.delete_aside(rundir.lay_aside(piece.source), piece.source.name)
-    _delete_notes(home, [run.name for run in going.runs])
+    _delete_notes(home, [run.name for run in find.all_runs(home)])
 
 
 def _remove_unused(args: argparse.Namespace) -> int:
