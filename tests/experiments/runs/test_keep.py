@@ -372,4 +372,4 @@ def test_a_kill_leaves_whole_runs(kept, titan, verb, made, request):
 def test_kills_at_random_moments_leave_whole_runs(kept, titan, verb, made, request):
     there = request.getfixturevalue("other_disk") if verb == "to another disk" else Path("there").absolute()
     words = (*WORDS[verb], *([str(there)] if verb == "to another disk" else []))
-    drills(kept, titan, words, there, moments(f"long {verb}", 60), made)
+    drills(kept, titan, words, there, moments(f"long {verb}", 25), made)
