@@ -158,7 +158,11 @@ def take_snapshot(runs: Path, user: dict[str, Path]) -> Path:
         final.parent.mkdir(parents=True, exist_ok=True)
         if layout.CODE_STATE.read(final.parent, final.name) != state:  # another commit may have the same package
             layout.CODE_STATE.write(final.parent, state, final.name)
-        return final if intact(final) else _copy_code(code, final)
+        if not intact(final):
+            return _copy_code(code, final)
+        with contextlib.suppress(PermissionError):  # it is another user's
+            os.utime(final)  # it is in use: `titan runs remove --unused` leaves it for a day
+        return final
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
