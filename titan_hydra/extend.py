@@ -110,8 +110,8 @@ if TYPE_CHECKING:  # what type checkers and editors read; tests/test_extend.py c
     from titan_hydra.core.models.sparse import SparseModel
     from titan_hydra.core.parallel.formats.select import report_linears, select_linears
     from titan_hydra.core.parallel.mesh import Mesh, local_part
-    from titan_hydra.core.parallel.norm import Norm
     from titan_hydra.core.parallel.plans import Linears, Plan, with_experts
+    from titan_hydra.core.parallel.whole import Norm
     from titan_hydra.core.train.objectives import Objective, Tensors
     from titan_hydra.core.train.objectives.language import IGNORED, Language, packed
     from titan_hydra.core.train.worker import Place, run_rank
@@ -318,7 +318,7 @@ PLACES = {  # where the names stand; MEMBER:NAME has another name here, as it is
     "core.models.sparse": "SparseModel",
     "core.parallel.formats.select": "report_linears select_linears",
     "core.parallel.mesh": "Mesh local_part",
-    "core.parallel.norm": "Norm",
+    "core.parallel.whole": "Norm",
     "core.parallel.plans": "Linears Plan with_experts",
     "core.train.objectives": "Objective Tensors",
     "core.train.objectives.language": "IGNORED Language packed",

@@ -23,7 +23,7 @@ def main(device: str, *tried: str) -> None:
     os.environ.update(environment)
     import torch
 
-    from titan_hydra.core.base.versions import versions
+    from titan_hydra.core.job.run.code import versions
     from titan_hydra.core.train.observe.metrics import device_name, peak_flops
 
     where = torch.device(device)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 Records = dict[str, dict[str, Any]]  # by rank
-ONE_WAIT = {"event.synchronize at core/train/agreement.py Agreement.read": 1}  # the one wait of each step
-COPIES = {"to the device at core/data/batch.py onto", "to the host at core/train/agreement.py Agreement.__init__"}
+ONE_WAIT = {"event.synchronize at core/train/step.py Agreement.read": 1}  # the one wait of each step
+COPIES = {"to the device at core/data/batch.py onto", "to the host at core/train/step.py Agreement.__init__"}
 
 
 def faults(records: Records, waits: dict[str, int], gathers: int | None = None) -> list[str]:

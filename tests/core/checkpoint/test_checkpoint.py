@@ -23,7 +23,7 @@ from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.kernels import split_masters
 from titan_hydra.core.parallel.split_masters import master_of
 from titan_hydra.core.train import trainer
-from titan_hydra.core.train.agreement import Agreement
+from titan_hydra.core.train.step import Agreement
 
 from .steps import cut_back
 

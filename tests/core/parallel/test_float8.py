@@ -15,9 +15,9 @@ from titan_hydra.core.models.llama3 import sharding
 from titan_hydra.core.parallel import formats
 from titan_hydra.core.parallel.formats import float8
 from titan_hydra.core.parallel.mesh import Mesh
-from titan_hydra.core.parallel.norm import Norm
 from titan_hydra.core.parallel.plans import Linears
-from titan_hydra.core.train.agreement import Agreement
+from titan_hydra.core.parallel.whole import Norm
+from titan_hydra.core.train.step import Agreement
 from titan_hydra.core.train.trainer import build
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import BASE, later_wins

@@ -18,7 +18,7 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.parallel import build_mesh, compile, lora, tensor
 from titan_hydra.core.parallel.gradients import gradient_norm
-from titan_hydra.core.parallel.norm import Norm
+from titan_hydra.core.parallel.whole import Norm
 from titan_hydra.core.train.objectives.language import cross_entropy
 from titan_hydra.experiments.compose.compose import compose_job
 

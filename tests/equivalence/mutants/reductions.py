@@ -10,7 +10,7 @@ BF16_SIMPLE = "bf16, simple_fsdp 2, uneven mask"
 LORA, LORA_WHOLE = "bf16, lora, tp 2", "lora, tp 2"
 CHUNKED = "linear_cross_entropy, tp 2, vocabulary 2047"
 NORM, GRADIENTS, DATA, WHOLE, MESH = (
-    "core/parallel/norm.py",
+    "core/parallel/whole.py",
     "core/parallel/gradients.py",
     "core/parallel/data.py",
     "core/parallel/whole.py",

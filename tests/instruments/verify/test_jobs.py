@@ -12,10 +12,10 @@ import pytest
 
 from titan_hydra import cli
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.base.versions import versions
 from titan_hydra.core.job.ranks import DEGREES, world_size
 from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.code import versions
 from titan_hydra.experiments.compose.compose import compose_cells, compose_job
 from titan_hydra.experiments.runs import proofs
 from titan_hydra.instruments.verify.jobs import COLUMNS
@@ -231,7 +231,7 @@ FAULTS = {  # name: (file, the original text, the text that replaces it), overri
         "float32",
     ),
     "gradients of norms are not summed over tensor-parallel ranks": (
-        ("core/parallel/norm.py", "(Partial() if self.split else Replicate())", "Replicate()"),
+        ("core/parallel/whole.py", "(Partial() if self.split else Replicate())", "Replicate()"),
         TP,
         "float32",
     ),

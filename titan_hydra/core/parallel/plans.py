@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from .experts import sparse_layers
-from .norm import Norm
-from .whole import SplitTokens
+from .whole import Norm, SplitTokens
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from titan_hydra.core.job.config.schema import Job
 from . import formats
 from .experts import sparse_layers
 from .mesh import Mesh
-from .norm import Norm
+from .whole import Norm
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:

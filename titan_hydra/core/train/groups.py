@@ -9,7 +9,7 @@ from torch import Tensor
 from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.data.loader import Loader
 
-from .agreement import Agreement
+from .step import Agreement
 
 
 class Groups:

@@ -18,7 +18,6 @@ from titan_hydra.core import data
 from titan_hydra.core.base.errors import NotFinite, Stopped
 from titan_hydra.core.base.text import CLOCK
 from titan_hydra.core.base.threads import cores
-from titan_hydra.core.base.versions import versions
 from titan_hydra.core.checkpoint.carried import record_facts
 from titan_hydra.core.checkpoint.checkpointer import Checkpointer
 from titan_hydra.core.data.loader import Loader
@@ -32,6 +31,7 @@ from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.parametrization import rules_of
 from titan_hydra.core.job.pipeline import Action
 from titan_hydra.core.job.run import checkpoints, layout
+from titan_hydra.core.job.run.code import versions
 from titan_hydra.core.job.run.inputs import data_signature
 from titan_hydra.core.job.run.run import Run, hash_of
 from titan_hydra.core.job.run.stretches import values_of_layout

@@ -26,12 +26,11 @@ from titan_hydra.core.parallel.mesh import Mesh
 from titan_hydra.core.parallel.split_masters import split_masters
 from titan_hydra.core.parallel.stages import split, whole
 
-from .agreement import Agreement
 from .groups import Groups
 from .objectives import Objective, build_objective
 from .optimizer import build_optimizers
 from .optimizer import step as optimizer_step
-from .step import Plain, build_step
+from .step import Agreement, Plain, build_step
 
 if TYPE_CHECKING:
     from titan_hydra.core.parallel.pipeline import Pipeline

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import titan_hydra
-from titan_hydra.core.base.versions import versions
 from titan_hydra.core.job.config import Job, to_dict
 from titan_hydra.core.job.config.load import changes_of, known_keys
 from titan_hydra.core.job.config.user_code import digest_of_code
 from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.code import versions
 from titan_hydra.core.job.run.records import flat
 from titan_hydra.core.job.run.shapes import Fields, test_of
 

@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError, Exit, denied
-from titan_hydra.core.base.versions import versions
 from titan_hydra.core.job.config import Job, identity, to_dict
 from titan_hydra.core.job.config.files import write_text
 from titan_hydra.core.job.config.registry import EXECUTORS
 from titan_hydra.core.job.config.user_code import digest_of_code, sources
 from titan_hydra.core.job.run import inputs, layout
-from titan_hydra.core.job.run.code import code_here, describe_code
+from titan_hydra.core.job.run.code import code_here, describe_code, versions
 from titan_hydra.core.job.run.failure import Failure, guilty
 from titan_hydra.core.job.run.records import alive, this_process
 from titan_hydra.core.job.run.run import draw_tracked_id, hash_of, homes_of, newest_attempt

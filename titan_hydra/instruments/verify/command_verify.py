@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
-from titan_hydra.core.base.versions import versions
 from titan_hydra.core.job.config.fault import bad_value, suggest
+from titan_hydra.core.job.run.code import versions
 from titan_hydra.experiments.compose.compose import compose_unchecked
 
 from . import jobs, widths

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import to_json
-from titan_hydra.core.base.versions import versions
 from titan_hydra.core.job.config import Job, identity, to_dict
 from titan_hydra.core.job.config.fault import bad_value, counted
 from titan_hydra.core.job.config.operation import Paths
 from titan_hydra.core.job.ranks import DEGREES, world_size
 from titan_hydra.core.job.rules import checks
 from titan_hydra.core.job.run import layout
-from titan_hydra.core.job.run.code import describe_code, import_modules
+from titan_hydra.core.job.run.code import describe_code, import_modules, versions
 from titan_hydra.core.train.worker import load_job
 from titan_hydra.experiments.compose.compose import compose_cells
 from titan_hydra.experiments.plan import predict

@@ -1,8 +1,8 @@
 """The acceptance matrix: every layout that must learn what one process learns, one line each. Imports no torch."""
 
-from titan_hydra.core.base.versions import versions
 from titan_hydra.core.job.config.files import CONF
 from titan_hydra.core.job.config.registry import OBJECTIVES, resolve
+from titan_hydra.core.job.run.code import versions
 
 from .case import (
     BF16,

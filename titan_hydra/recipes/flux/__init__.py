@@ -4,8 +4,17 @@ from titan_hydra.core.job.config.additions import Word
 from titan_hydra.core.job.config.family import Family
 from titan_hydra.core.job.config.registry import DataSourceKind, ObjectiveKind, register
 
-from .config import FluxConfig, flops, no_linears, parameters, running_order, stacks_of_flux
-from .sources import CaptionSource, EncodedImagesSource, ImageFilesSource
+from .config import (
+    CaptionSource,
+    EncodedImagesSource,
+    FluxConfig,
+    ImageFilesSource,
+    flops,
+    no_linears,
+    parameters,
+    running_order,
+    stacks_of_flux,
+)
 
 COMMANDS = {
     "generate images": Word(

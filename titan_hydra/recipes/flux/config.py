@@ -1,4 +1,4 @@
-"""The keys of FLUX, its size and its FLOPs. Imports no torch."""
+"""The keys of FLUX and of its data sources, its size and its FLOPs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from titan_hydra.core.job.config.family import Linear, Stack
 from titan_hydra.core.job.config.fault import Fault
 from titan_hydra.core.job.config.field import key
 from titan_hydra.core.job.config.model import Model
-from titan_hydra.core.job.config.ranges import COUNT, NOT_NEGATIVE, WIDTH, Interval
+from titan_hydra.core.job.config.ranges import COUNT, NOT_NEGATIVE, PATH, SHARE, WIDTH, Interval
+from titan_hydra.core.job.config.source import FileSource, Source
 
 PATCH = 2  # side length in latents of an image token
 TIME = 256  # number of sines and cosines in the embedding of the time
@@ -205,3 +206,28 @@ def flops(config: FluxConfig, seq_len: int, parameters: int) -> int:
     image = seq_len - config.text_len
     met = per_image * image + per_text * config.text_len + per_both * seq_len + sum(per_sample)
     return 6 * met // seq_len + 12 * config.n_layers * config.dim * seq_len
+
+
+@dataclass
+class CaptionSource(Source):
+    caption_dropout: float = key(
+        0.447,
+        "fraction of captions that the empty caption replaces, drawn for each text encoder independently "
+        "(classifier-free guidance)",
+        SHARE,
+    )
+
+
+@dataclass
+class EncodedImagesSource(CaptionSource, FileSource):
+    pass
+
+
+@dataclass
+class ImageFilesSource(CaptionSource, FileSource):
+    encoders: str | None = key(
+        None,
+        "folder of FLUX in Hugging Face's format: text_encoder, text_encoder_2, vae and two tokenizers",
+        PATH,
+        reads="data",
+    )

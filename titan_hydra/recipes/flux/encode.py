@@ -26,7 +26,7 @@ from .images import DESCRIPTION, EMPTY, Caption, CaptionedImages, Example
 if TYPE_CHECKING:
     from titan_hydra.core.data import Wanted
 
-    from .sources import ImageFilesSource
+    from .config import ImageFilesSource
 
 
 def encode_files(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from titan_hydra.core.data import Wanted
     from titan_hydra.core.job.config.schema import Job
 
-    from .sources import CaptionSource, EncodedImagesSource, ImageFilesSource
+    from .config import CaptionSource, EncodedImagesSource, ImageFilesSource
 
 # files in a folder of encoded images, beside images-00000.safetensors and so on
 DESCRIPTION, EMPTY = "images.json", "empty.safetensors"

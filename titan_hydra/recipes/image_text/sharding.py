@@ -7,9 +7,8 @@ from dataclasses import replace
 from titan_hydra.core.job.config.schema import Parallelism
 from titan_hydra.core.models.llama3 import sharding as llama3
 from titan_hydra.core.models.qwen3 import sharding as qwen3
-from titan_hydra.core.parallel.norm import Norm
 from titan_hydra.core.parallel.plans import Linears, Plan
-from titan_hydra.core.parallel.whole import WholeTree
+from titan_hydra.core.parallel.whole import Norm, WholeTree
 
 
 def llama3_vision(config: Parallelism, norm: Norm, linears: Linears) -> Plan:

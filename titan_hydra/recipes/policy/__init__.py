@@ -28,7 +28,7 @@ register(
         split_logits=True,
         cases=f"{__name__}.cases:OF_PAIRS",
         exact=f"{__name__}.exact:preference",
-        faults=f"{__name__}.rules:faults",
+        faults=f"{__name__}.config:faults",
     )
 )
 register(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from titan_hydra.core.checkpoint import checkpointer
 from titan_hydra.core.job.run.run import Run
-from titan_hydra.core.train import agreement, loop, trainer
+from titan_hydra.core.train import loop, step, trainer
 from titan_hydra.core.train.loop import train
 from titan_hydra.core.train.observe import metrics, profiling, stragglers
 
@@ -63,7 +63,7 @@ class Queue:
             follow(trainer.Trainer, "forward_backward", lambda *_: self.put(1.5))
             follow(trainer.Trainer, "update", lambda *_: self.put(0.5))
             follow(trainer.Trainer, "agree", lambda agreed, *_: setattr(agreed, "moment", self.until))
-            precede(agreement.Agreement, "read", lambda agreed: self.wait(agreed.moment))
+            precede(step.Agreement, "read", lambda agreed: self.wait(agreed.moment))
             precede(metrics.Metrics, "_memory", lambda _: self.wait())
             precede(stragglers.OnHost, "wait", lambda _: self.wait())
             precede(metrics.Rows, "add", lambda *_: self.spend(ROW))

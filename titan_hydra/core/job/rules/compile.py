@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 
-from titan_hydra.core.base.versions import versions
 from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.registry import CP_ROTATIONS
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.recomputation import mode_of, recomputed_share
+from titan_hydra.core.job.run.code import versions
 
 # back ends of torch.compile
 BACKENDS = ("inductor", "eager", "aot_eager", "aot_eager_decomp_partition", "cudagraphs", "openxla", "tvm")

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.core.base.versions import versions
 from titan_hydra.core.job.batches import legal_microbatches, microbatch_objection, microbatches
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import Fault, counted, fault_at
@@ -12,6 +11,7 @@ from titan_hydra.core.job.config.files import similar
 from titan_hydra.core.job.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.pipeline import Action, read_schedule, splits_backward, stage_count
+from titan_hydra.core.job.run.code import versions
 from titan_hydra.core.job.schedules import play
 
 

@@ -1,21 +1,26 @@
 """The code of a run: the files of the package and of the user's modules, their digest, the commit and the uncommitted
 changes; the copy that is taken when the first cell of a command line starts, so that later edits do not change the
-cells that wait; the import of a run's modules by a command that only reads it.
+cells that wait; the import of a run's modules by a command that only reads it; the versions of the
+packages on which it depends.
 """
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
+import platform
 import re
 import shutil
 import stat
 import subprocess
 import tempfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import titan_hydra
+from titan_hydra import __version__
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.base.redact import redact
 from titan_hydra.core.job.config.fault import bad_value
@@ -191,3 +196,15 @@ def _copy_code(code: dict[str, Path], final: Path) -> Path:
 def intact(copy: Path) -> bool:
     """Whether a copy of the code exists, and the hash of its files is still equal to its name."""
     return copy.is_dir() and digest_of_code(code_in(copy)) == copy.name
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions of the installed packages that affect results or speed. Do not change the result, as it is
+    cached.
+    """
+    found = {"python": platform.python_version(), "titan_hydra": __version__}
+    for package in ("torch", "torchao", "triton", "numpy", "tiktoken", "datasets"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found

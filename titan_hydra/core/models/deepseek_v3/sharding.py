@@ -9,9 +9,8 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from titan_hydra.core.job.config.schema import Parallelism
 from titan_hydra.core.models.llama3 import sharding as llama3
-from titan_hydra.core.parallel.norm import Norm
 from titan_hydra.core.parallel.plans import Linears, Plan, with_experts
-from titan_hydra.core.parallel.whole import SummedGradient, Whole
+from titan_hydra.core.parallel.whole import Norm, SummedGradient, Whole
 
 
 def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:

@@ -6,8 +6,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from titan_hydra.core.job.config.schema import Parallelism
-from titan_hydra.core.parallel.norm import Norm
 from titan_hydra.core.parallel.plans import Linears, Plan
+from titan_hydra.core.parallel.whole import Norm
 
 
 def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:

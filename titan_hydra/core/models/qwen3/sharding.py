@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from titan_hydra.core.job.config.schema import Parallelism
 from titan_hydra.core.models.llama3 import sharding as llama3
-from titan_hydra.core.parallel.norm import Norm
 from titan_hydra.core.parallel.plans import Linears, Plan
+from titan_hydra.core.parallel.whole import Norm
 
 
 def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:

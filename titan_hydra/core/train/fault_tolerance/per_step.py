@@ -27,9 +27,9 @@ from titan_hydra.core.checkpoint import state
 from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.data.loader import Loader
 from titan_hydra.core.job.run.run import Run
-from titan_hydra.core.train.agreement import Agreement
 from titan_hydra.core.train.groups import Groups
 from titan_hydra.core.train.observe.watchdog import Watchdog
+from titan_hydra.core.train.step import Agreement
 from titan_hydra.core.train.trainer import Trainer
 from titan_hydra.core.train.world import open_store, steady_timeout
 
