@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_hydra.core.base.text import table
+from titan_hydra.core.base.text import short_name, table
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +23,14 @@ def test_columns_are_left_out_where_cutting_is_not_enough():
     titles = ("run", "first", "second")
     lines = table(titles, [("a-e1ee3d75", "x" * 40, "y" * 40)], gives=("run",), leaves=("second",))
     assert lines[0].split() == ["run", "first"] and "y" not in lines[1]
+
+
+def test_a_name_keeps_some_characters_before_columns_are_cut_to_the_last():
+    titles = ("technique", "first", "second")
+    lines = table(titles, [("a" * 40, "x" * 40, "y" * 20)], gives=("technique",), leaves=("second",))
+    assert lines[0].split() == ["technique", "first"] and max(map(len, lines)) <= 80 and "a" * 23 in lines[1]
+
+
+def test_a_short_name_has_the_whole_hash():
+    assert short_name("llama3_8b-fsdp_tp_pp-float8_rowwise-e1ee3d75", 18) == "llama3_8\N{HORIZONTAL ELLIPSIS}-e1ee3d75"
+    assert short_name("second-a85a2c29", 18) == "second-a85a2c29"

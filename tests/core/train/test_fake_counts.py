@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.kits import forked
+from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.train.count import count_rank
-from titan_hydra.experiments.compose.compose import compose_unchecked
+from titan_hydra.experiments.compose.compose import compose_cells, compose_unchecked
+from titan_hydra.experiments.compose.overrides import steps_of_a_fake_rank
 
 SHAPE = (
     "model.n_layers=2",
@@ -84,8 +86,16 @@ def test_experts_exchange_rows(gpus):
     assert found.messages["fsdp"] == pytest.approx(2 * sent + 4 * (dense + experts), rel=0.02)
 
 
+def test_a_fake_rank_makes_one_step_and_refuses_others():
+    (line,) = steps_of_a_fake_rank(["gpus=8", "steps=3", "comm=fake"])
+    assert line.startswith("steps=3: ") and line.endswith("nearest legal: 1")
+    assert not steps_of_a_fake_rank(["steps=1", "comm=fake"]) + steps_of_a_fake_rank(["steps=3"])
+    with pytest.raises(ConfigError, match="steps=3: "):
+        compose_cells(["comm=fake", "gpus=8", "++steps=3"])
+
+
 def test_a_fake_rank_prints_what_it_holds_and_sends(tmp_path: Path):
-    words = [*LLAMA, "gpus=8", "parallelism=fsdp_tp", "parallelism.tp=2", "comm.rank=5", "steps=3"]
+    words = [*LLAMA, "gpus=8", "parallelism=fsdp_tp", "parallelism.tp=2", "comm.rank=5"]
     done = forked.run("launch.py", [*words, f"paths.runs={tmp_path}/runs"], tmp_path, os.environ)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -93,4 +103,5 @@ def test_a_fake_rank_prints_what_it_holds_and_sends(tmp_path: Path):
     assert sent == {"tp": "2", "fsdp": "4"} and "held: weights " in done.stdout and "done, 1 step," in done.stdout
     (result,) = (json.loads(file.read_text()) for file in tmp_path.glob("runs/*/result.json"))
     assert set(result["counted"]["sent_gib"]) == {"tp", "fsdp"} and result["memory_gib"] is None
+    assert result["steps"] == 1
     assert result["counted"]["held_gib"]["peak"] > result["counted"]["held_gib"]["weights"] > 0

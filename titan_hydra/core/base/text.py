@@ -24,6 +24,7 @@ LOG_COLOURS = {  # of the parts of a rank's log
 GAP = "  "  # the text between two columns
 CLOCK = "%H:%M:%S"  # the time of day at the beginning of a row of a rank's log
 NARROWEST = 12  # minimum number of characters to which a column is truncated
+NAMES = 24  # characters that the truncated columns have together before a column is left out
 
 
 # a whole escape sequence: one that sets a colour or moves the cursor, or one that sets the terminal's title
@@ -158,8 +159,14 @@ def _least(texts: list[list[str]], gives: Sequence[str]) -> int:
     """Return the number of characters of a table's lines if the columns in `gives` are truncated."""
     columns = list(zip(*texts, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    widths = [min(w, NARROWEST) if column[0] in gives else w for w, column in zip(widths, columns, strict=True)]
+    least = max(NARROWEST, NAMES // max(len(gives), 1))
+    widths = [min(w, least) if column[0] in gives else w for w, column in zip(widths, columns, strict=True)]
     return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def short_name(run: str, width: int) -> str:
+    """Return the name of a run; on a terminal it has at most `width` characters, with all of its hash."""
+    return _cut(run, width) if sys.stdout.isatty() and len(run) > width else run
 
 
 def _cut(text: str, width: int) -> str:

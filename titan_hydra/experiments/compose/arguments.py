@@ -8,7 +8,7 @@ from titan_hydra.core.job.config.files import CONF
 from titan_hydra.core.job.config.load import kind_of
 
 from .folders import added
-from .overrides import SYNONYMS, mistakes
+from .overrides import SYNONYMS, mistakes, steps_of_a_fake_rank
 
 # flags that exclude each other, because Hydra accepts only one of them
 MODES = ("run", "multirun", "cfg", "info", "shell_completion")
@@ -30,7 +30,7 @@ def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
     if wrong := _wrong_flag(args):
         raise ConfigError(wrong)
     elsewhere = args.shell_completion or args.hydra_help or args.config_path
-    if not elsewhere and (lines := mistakes(args.overrides, [CONF, *added])):
+    if not elsewhere and (lines := mistakes(args.overrides, [CONF, *added]) + steps_of_a_fake_rank(args.overrides)):
         raise ConfigError("\n".join(dict.fromkeys(lines)))
     return args.overrides, flags
 

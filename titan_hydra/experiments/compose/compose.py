@@ -17,7 +17,7 @@ from titan_hydra.core.job.rules.checks import check
 
 from .explain import explain
 from .folders import project_in, usable_folders
-from .overrides import mistakes
+from .overrides import mistakes, steps_of_a_fake_rank
 from .sweep import sweep_cells
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ def compose_cells(overrides: list[str], config_dir: Folders = None) -> list[tupl
     Raises ConfigError.
     """
     folders = option_folders(config_dir)
-    if lines := mistakes([word for word in overrides if "sweeps=" not in word], [CONF, *folders]):
+    words = [word for word in overrides if "sweeps=" not in word]
+    if lines := mistakes(words, [CONF, *folders]) + steps_of_a_fake_rank(words):
         raise ConfigError("\n".join(lines))
     with in_one_line():
         composed = sweep_cells(own_composer(folders), overrides)

@@ -109,6 +109,12 @@ def mistakes(overrides: Sequence[str], folders: Sequence[Path] = (CONF,)) -> lis
     ]
 
 
+def steps_of_a_fake_rank(overrides: Sequence[str]) -> list[str]:
+    """Return a line for each number of steps that is typed beside comm=fake, which makes one step."""
+    steps = [word for word in overrides if re.match(r"\+*steps=(?!1$)", word) and "comm=fake" in overrides]
+    return [f"{shown(word)}: comm=fake makes one step, with nothing computed; nearest legal: 1" for word in steps]
+
+
 def _put_together(overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides, each as a list of one word; of several where the shell has split one at blanks, as in
     `seed=1, 2` and `optimizer.lr = 1e-3`.

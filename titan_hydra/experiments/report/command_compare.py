@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan_hydra.core.base.errors import ConfigError, Exit
-from titan_hydra.core.base.text import table, to_json
+from titan_hydra.core.base.text import short_name, table, to_json
 from titan_hydra.core.job.config.fault import as_typed
 from titan_hydra.core.job.config.load import changes_of, known_keys
 from titan_hydra.core.job.ranks import DEGREES
@@ -150,7 +150,7 @@ def comparison(a: Side, b: Side, tolerance: float) -> dict[str, Any]:
 def print_grid(title: str, a: Side, b: Side, rows: Iterable[tuple[str, ...]], *further: str) -> None:
     """Print a table with a column for each run, or one line if there are no rows."""
     if rows := list(rows):
-        print(*table([title, a.name, b.name, *further], rows), "", sep="\n")
+        print(*table([title, short_name(a.name, 18), short_name(b.name, 18), *further], rows), "", sep="\n")
     else:
         print(f"no difference in {title}")
 

@@ -32,6 +32,16 @@ LATEX = {
     "|": r"\textbar{}",
 }
 
+LEAVES = (
+    "FLOPs of a token",
+    "tokens seen",
+    "IQR",
+    "steps",
+    "parameters",
+    "runs",
+    "mean loss",
+)  # a narrow terminal lacks them
+
 
 def terminal(report: Report) -> None:
     """Print the table. Rows that failed or left the band are red; the baseline's row is bold."""
@@ -41,7 +51,8 @@ def terminal(report: Report) -> None:
         red = row.cell.lost or row.flagged
         colour = dict.fromkeys(titles, "red" if red else "bold") if red or row.baseline else {}
         colours.append(colour | ({"difference": "dim"} if row.doubt else {}))
-    lines = table(titles, report.texts, [title for title in titles if title not in WORDS], ("technique",), colours)
+    right = [title for title in titles if title not in WORDS]
+    lines = table(titles, report.texts, right, ("technique",), colours, [title for title in LEAVES if title in titles])
     print(report.name, *lines, "", *filter(None, [report.caption]), *report.notes, sep="\n")
     if section := report.section:
         print(
