@@ -6,7 +6,8 @@
 The lines of a page's blocks marked `sh` run in order in an empty folder. A block marked `text`, or a table, shows some
 lines of the output of the block before it, in order; "..." stands for other lines, or for the rest of a line. Rates and
 times may differ, nothing else, and the time of day of a log's row may be left out. Run it on a quiet machine with
---write. tests/test_transcripts.py runs it too.
+--write. tests/test_transcripts.py runs it too; tests/slurm/test_tutorial.py does it for docs/laptop-to-slurm.md, which
+needs a SLURM, and writes with --update.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,8 @@ COLOURS = {  # of GitHub's pages: background, border, text, command, what fits, 
     "light": ("#f6f8fa", "#d0d7de", "#1f2328", "#0550ae", "#116329", "#9a6700"),
     "dark": ("#151b23", "#3d444d", "#e6edf3", "#79c0ff", "#7ee787", "#d29922"),
 }
-RATES = {"tokens/s per device", "tokens/s/device", "IQR", "difference", "seconds"}  # columns of tables
+# columns of tables
+RATES = {"tokens/s per device", "tokens/s/device", "tokens/s", "IQR", "difference", "seconds", "time", "job"}
 RATE = re.compile(r"[\d,.]+(?= tokens/s| tflops)|\d+:\d\d:\d\d(?= left)|(?<= )[\d.]+(?= s\b)")
 CLOCK = re.compile(r"\d\d:\d\d:\d\d  ")  # the time of day at the beginning of a row of a log
 BLOCK = re.compile(r"```sh\n(?P<lines>.*?)```\n(?:\s*(?:```text\n(?P<text>.*?)```|(?P<table>(?:\|.*\n)+)))?", re.S)
@@ -51,16 +53,24 @@ def blocks(page: str) -> list[Shown]:
     return found
 
 
-def run(line: str, folder: Path) -> str:
+def run(line: str, folder: Path, environment: dict[str, str] | None = None) -> str:
     """Run a line in a folder as its reader would, and return what it prints; its exit status must be the one that its
-    comment names, or 0.
+    comment names, or 0. A launch.py of the folder is the one that is meant.
     """
     for made in folder.glob("runs/*-*"):
         line = line.replace(f"{made.name.rpartition('-')[0]}-HASH", made.name)
     program, *words = shlex.split(line, comments=True)
-    start = ["-m", "titan_hydra.cli"] if program == "titan" else [str(ROOT / words.pop(0))]
+    start = ["-m", "titan_hydra.cli"]
+    if program != "titan":
+        script = words.pop(0)
+        start = [str((folder if (folder / script).exists() else ROOT) / script)]
     done = subprocess.run(
-        [sys.executable, *start, *words], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, *start, *words],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     status = re.search(r"# exit status (\d+)", line)
     if done.returncode != int(status[1] if status else 0):
@@ -114,7 +124,7 @@ def compare(shown: list[str], printed: list[str]) -> tuple[list[str], list[str]]
     return missing, today
 
 
-def check(page: Path, folder: Path) -> tuple[list[str], str]:
+def check(page: Path, folder: Path, run: Callable[[str, Path], str] = run) -> tuple[list[str], str]:
     """Run a page's commands in a folder; return the shown lines that were not printed, and the page as of today."""
     text, missing, written, end = page.read_text(), [], [], 0
     for block in blocks(text):

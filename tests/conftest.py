@@ -59,6 +59,7 @@ QUICK_LAYOUTS = (
 LONG = (
     "test_transcripts.py::test_the_readme_shows",
     "test_transcripts.py::test_the_quickstart_shows",
+    "slurm/test_tutorial.py",
     "core/checkpoint/test_reshard.py",
     "core/checkpoint/test_torture.py",
     "experiments/runs/test_automation.py",

@@ -35,8 +35,9 @@ class Cluster:
         enforce: str = "",
         timeouts: str = "short",
         nodes: int = NODES,
+        gpus: int = GPUS,
     ) -> None:
-        self.nodes = nodes
+        self.nodes, self.gpus = nodes, gpus
         self.home = Path(tempfile.mkdtemp(prefix="ts-", dir="/tmp"))  # a short path, because it contains unix sockets
         self.env = {
             **os.environ,
@@ -60,7 +61,7 @@ class Cluster:
 
     def up(self) -> None:
         """Start the cluster, or only those of its daemons that have died, and wait until all nodes answer."""
-        self.manage("up", str(self.nodes), str(GPUS))
+        self.manage("up", str(self.nodes), str(self.gpus))
 
     def status(self) -> subprocess.CompletedProcess:
         return subprocess.run([str(SCRIPT), "status"], env=self.env, capture_output=True, text=True, timeout=300)

@@ -84,12 +84,16 @@ class Launcher:
             [sys.executable, *arguments], cwd=self.folder, env=self.env, text=True, capture_output=True, timeout=300
         )
 
-    def page(self, name: str, *more: str) -> Iterator[tuple[str, subprocess.CompletedProcess]]:
-        """Run the lines of the blocks marked `sh` in a page of docs/; `more` is added to the lines that start
-        launch.py. A line's comment names its exit status if this is not 0; runs/NAME-HASH in a line means the run of
-        this name. Yield each line and its finished process.
+    def page(self, name: str, *more: str, section: str = "") -> Iterator[tuple[str, subprocess.CompletedProcess]]:
+        """Run the lines of the blocks marked `sh` in a page of docs/, or in the section of it whose heading begins
+        with `section`; `more` is added to the lines that start launch.py. A line's comment names its exit status if
+        this is not 0; runs/NAME-HASH in a line means the run of this name. Yield each line and its finished process.
         """
-        blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / name).read_text(), re.S)
+        _, found, text = (ROOT / "docs" / name).read_text().partition(f"\n## {section}")
+        assert found, section
+        if section:
+            text = text.partition("\n## ")[0]
+        blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
         for line in "".join(blocks).splitlines():
             typed = line
             for run in self.folder.glob("runs/*-*"):

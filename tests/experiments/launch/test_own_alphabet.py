@@ -1,4 +1,4 @@
-"""The lines of docs/own-alphabet.md run unchanged, from a FASTA file to the likelihood of variants and an export."""
+"""The lines of docs/worked-examples.md run unchanged, from a FASTA file to the likelihood of variants and an export."""
 
 import json
 import random
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[3] / "docs/own-alphabet.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/worked-examples.md").read_text()
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 
 
@@ -35,7 +35,7 @@ def test_the_page_runs_as_it_stands(launcher):
     }
     for name, text in texts.items():
         (launcher.folder / name).write_text(text)
-    for _ in launcher.page("own-alphabet.md"):
+    for _ in launcher.page("worked-examples.md", section="An alphabet of your own"):
         pass
     assert (launcher.folder / "plots/validation.png").stat().st_size > 1000
     usual, mutant = map(json.loads, (launcher.folder / "scores.jsonl").read_text().splitlines())

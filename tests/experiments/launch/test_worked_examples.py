@@ -22,15 +22,15 @@ def shown(page):
 def test_the_plan_is_the_one_of_the_page(launcher):
     printed = [
         squeezed(line)
-        for _, done in launcher.page("will-it-fit.md")
+        for _, done in launcher.page("plan.md", section="Worked example")
         for line in (done.stdout + done.stderr).splitlines()
     ]
     printed = [re.sub(r"-[0-9a-f]{8} ", "-... ", line) for line in printed]
-    assert [line for line in shown((launcher.ROOT / "docs/will-it-fit.md").read_text()) if line not in printed] == []
+    assert [line for line in shown((launcher.ROOT / "docs/plan.md").read_text()) if line not in printed] == []
 
 
 def test_another_layout_is_the_same_run_to_rounding(launcher):
-    said = {line: done.stdout for line, done in launcher.page("same-run.md")}
+    said = {line: done.stdout for line, done in launcher.page("report.md", section="Worked example")}
     control = said["titan compare fsdp again"]
     assert control.count("the same bits in all of them") == 2, control
     for other in ("tp", "moved"):
@@ -47,7 +47,9 @@ def test_another_layout_is_the_same_run_to_rounding(launcher):
 
 def test_optimizers_are_compared_over_seeds(launcher):
     """The runs have two steps, which checks that the page's lines work, but not the page's conclusions."""
-    *_, (_, report), _ = launcher.page("muon-or-adamw.md", "steps=2", "validation.interval=1", "validation.steps=1")
+    *_, (_, report), _ = launcher.page(
+        "worked-examples.md", "steps=2", "validation.interval=1", "validation.steps=1", section="Does Muon"
+    )
     rows = [line for line in report.stdout.splitlines() if line.startswith("optimizer=")]
     assert len(rows) == 7 and all(line.split()[2] == "3" for line in rows), report.stdout
     assert (launcher.folder / "figures/validation.png").stat().st_size > 1000

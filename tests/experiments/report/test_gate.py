@@ -158,5 +158,5 @@ def test_a_gate_takes_no_other_form(sweep, judged):
 def test_the_page_has_every_key():
     from tests.experiments.launch.conftest import ROOT
 
-    page = (ROOT / "docs/automation.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     assert all(f"| `{one.name}` |" in page for one in fields(Gate))

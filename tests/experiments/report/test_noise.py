@@ -208,11 +208,11 @@ def test_a_row_of_one_run_is_marked(sweep, capsys):
 
 @pytest.mark.parametrize(("others", "ends"), [((1200.0, 1210.0), "higher loss"), ((1200.0,), "no conclusion: 3 and 1")])
 def test_the_script_of_the_page_concludes_only_from_rows_that_have_an_error(sweep, capsys, others, ends):
-    """The last lines of docs/automation.md read the report as it is."""
+    """The last lines of docs/metrics.md read the report as it is."""
     seeds(sweep, {"optimizer.lr": 0.001}, 0.0, (1000.0, 1010.0, 1020.0))
     seeds(sweep, {"optimizer.lr": 0.002}, 0.05, others)
     document = json.loads(sweep.report(capsys, "--json", "--over", "seed")[1])
-    (loop,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/automation.md").read_text(), re.S)
+    (loop,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/metrics.md").read_text(), re.S)
     end = loop[loop.index("baseline, other =") :]
     try:
         exec(end, {"titan": lambda *words: document, "sys": sys})

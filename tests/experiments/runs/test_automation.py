@@ -1,4 +1,4 @@
-"""The loop of docs/automation.md runs from its question to its conclusion."""
+"""The loop of docs/metrics.md runs from its question to its conclusion."""
 
 import re
 import shutil
@@ -7,7 +7,7 @@ import sys
 
 
 def test_the_loop_of_the_page_comes_to_a_conclusion(launcher):
-    page = (launcher.ROOT / "docs/automation.md").read_text()
+    page = (launcher.ROOT / "docs/metrics.md").read_text()
     (loop,) = re.findall(r"```python\n(.*?)```", page, re.S)
     assert len(loop.splitlines()) < 45
     shutil.copy(launcher.ROOT / "launch.py", launcher.folder)
@@ -22,7 +22,7 @@ def test_the_loop_of_the_page_comes_to_a_conclusion(launcher):
 
 
 def test_a_gate_that_refuses_ends_the_loop_with_its_status(launcher):
-    page = (launcher.ROOT / "docs/automation.md").read_text()
+    page = (launcher.ROOT / "docs/metrics.md").read_text()
     (loop,) = re.findall(r"```python\n(.*?)```", page, re.S)
     shutil.copy(launcher.ROOT / "launch.py", launcher.folder)
     (launcher.folder / "loop.py").write_text(loop.replace("optimizer.lr=1e-3,3e-3", "optimizer.lr=1e-3,-1"))

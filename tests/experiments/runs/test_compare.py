@@ -84,12 +84,12 @@ def test_equal_runs_and_untraced_ones(launcher, compare, capsys):
 
 
 def test_the_pages_lines_of_pandas_read_what_a_run_writes(launcher, monkeypatch, capsys):
-    """The lines of docs/hangs.md print the spikes, and the gradient norms of a step by parameter, the largest
+    """The lines of docs/when-it-fails.md print the spikes, and the gradient norms of a step by parameter, the largest
     first.
     """
     assert launcher.run(*launcher.TINY, *TRACED, "metrics.log_every=1").returncode == 0
     run = launcher.run_directory
-    spikes, norms = re.findall(r"```python\n(import pandas.*?)```", (launcher.ROOT / "docs/hangs.md").read_text(), re.S)
+    spikes, norms = re.findall(r"```python\n(import pandas.*?)```", (launcher.ROOT / "docs/when-it-fails.md").read_text(), re.S)
     file = run / "metrics.jsonl"
     last = json.loads(file.read_text().splitlines()[-1])
     rows = [last | {"step": step, "grad_norm": 9.0 if step == 7 else 1.0} for step in range(4, 12)]

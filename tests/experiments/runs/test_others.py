@@ -1,5 +1,5 @@
 """Runs of somebody else: commands that only read import nothing of theirs, open only plain files of a bounded size, and
-print no escape sequence. docs/security.md promises this.
+print no escape sequence. docs/installation.md promises this.
 """
 
 import json

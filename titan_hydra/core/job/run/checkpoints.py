@@ -125,7 +125,7 @@ def _wrong(file: Path, expected: dict[str, Any]) -> str | None:
 
 
 def checksum(file: Path) -> str:
-    """Return the CRC-32 of a file in hex. A CRC detects accidental damage, but no attack (docs/security.md)."""
+    """Return the CRC-32 of a file in hex. A CRC detects accidental damage, but no attack (docs/installation.md)."""
     crc = 0
     with open_plain(file) as stream:
         while chunk := stream.read(CHUNK):
