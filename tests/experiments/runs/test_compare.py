@@ -89,7 +89,9 @@ def test_the_pages_lines_of_pandas_read_what_a_run_writes(launcher, monkeypatch,
     """
     assert launcher.run(*launcher.TINY, *TRACED, "metrics.log_every=1").returncode == 0
     run = launcher.run_directory
-    spikes, norms = re.findall(r"```python\n(import pandas.*?)```", (launcher.ROOT / "docs/when-it-fails.md").read_text(), re.S)
+    spikes, norms = re.findall(
+        r"```python\n(import pandas.*?)```", (launcher.ROOT / "docs/when-it-fails.md").read_text(), re.S
+    )
     file = run / "metrics.jsonl"
     last = json.loads(file.read_text().splitlines()[-1])
     rows = [last | {"step": step, "grad_norm": 9.0 if step == 7 else 1.0} for step in range(4, 12)]
