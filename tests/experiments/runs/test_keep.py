@@ -373,3 +373,12 @@ def test_kills_at_random_moments_leave_whole_runs(kept, titan, verb, made, reque
     there = request.getfixturevalue("other_disk") if verb == "to another disk" else Path("there").absolute()
     words = (*WORDS[verb], *([str(there)] if verb == "to another disk" else []))
     drills(kept, titan, words, there, moments(f"long {verb}", 25), made)
+
+
+def test_the_second_run_of_a_baseline_goes_with_its_sweep(kept, titan):
+    repeat = kept.sweep / kept.first.name
+    shutil.copytree(kept.first, repeat)
+    row = {"name": "again", "overrides": [], "directory": os.path.relpath(repeat, kept.runs), "repeat": True}
+    change(kept.sweep / "manifest.json", lambda found: found["cells"].append(row))
+    assert titan("runs", "archive", kept.sweep.name, "--to", "a.tar", "--force")[0] == 0 and not repeat.exists()
+    assert titan("runs", "restore", "a.tar")[0] == 0 and sums(repeat) == sums(kept.first)

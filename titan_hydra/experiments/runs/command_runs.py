@@ -201,7 +201,8 @@ def _chosen(args: argparse.Namespace) -> Going:
             raise ConfigError(
                 f"{target}: no run is there" + (f"; it was {names[0].refused}" if names and names[0] else "")
             )
-        runs |= dict.fromkeys(Path(os.path.normpath(run)) for run in there)
+        # the second run of a packed sweep's baseline lies in the sweep's folder, and goes with it
+        runs |= dict.fromkeys(Path(os.path.normpath(run)) for run in there if not any(map(run.is_relative_to, whole)))
         sweeps |= dict.fromkeys(Path(os.path.normpath(folder)) for folder in whole)
     going = Going([*runs], [*sweeps])
     if len({run.name for run in runs}) < len(runs):

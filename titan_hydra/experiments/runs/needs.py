@@ -131,7 +131,9 @@ def faults_of_state(going: Going, force: bool) -> Iterator[str]:
     """Yield why runs may not be touched: they are active, or their jobs or searches are. `force` lets those go of which
     it is not known.
     """
-    for run, state in zip(going.runs, rundir.inspect_all(going.runs), strict=True):
+    repeats = [cell.directory for sweep in going.sweeps for cell in find.sweep(sweep).cells if cell.directory.is_dir()]
+    runs = [*dict.fromkeys([*going.runs, *repeats])]
+    for run, state in zip(runs, rundir.inspect_all(runs), strict=True):
         if state.kind == "unknown" and (state.damage or not force):
             reason = state.damage or state.refused or "its executor does not answer"
             yield f"{run.name}: whether it runs is not known: {reason}" + ("" if state.damage else "; --force goes on")
