@@ -156,7 +156,7 @@ def test_two_keys_of_a_sweep_are_colours_and_dashes():
             SimpleNamespace(cell=SimpleNamespace(overrides=cell.split()), baseline=not number)
             for number, cell in enumerate(cells)
         ]
-        report = SimpleNamespace(rows=rows, reference=rows[0] if len(rows) > 1 else None)
+        report = SimpleNamespace(rows=rows, own=rows, reference=rows[0] if len(rows) > 1 else None)
         return [(look.colour, look.dash, look.baseline) for look in looks(report)]
 
     widths, seeds = (1, 2, 3), (0, 1)

@@ -259,11 +259,6 @@ def test_the_validations_of_the_embedded_conversations_are_short():
     validations_are_short("embedded_chat")
 
 
-def test_the_old_word_names_the_new_one(capsys):
-    assert cli.main(["generate", "run", "--chat", "--prompt", "What is 3 + 4?"]) == 2
-    assert capsys.readouterr().err == "titan generate --chat: is `titan generate chat` now\n"
-
-
 def test_the_template_is_that_of_the_heaviest_source_with_one(tmp_path):
     (tmp_path / "own.jinja").write_text("own")
     (tmp_path / "env.json").write_text(json.dumps({"folder": str(tmp_path)}))

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import multiprocessing
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
@@ -39,7 +40,9 @@ class Queue:
     @contextlib.contextmanager
     def behind(self) -> Iterator[None]:
         """Let the training loop run on this device while the block runs."""
-        clock = SimpleNamespace(perf_counter=lambda: self.now, time=lambda: self.now, monotonic=lambda: self.now)
+        clock = SimpleNamespace(
+            perf_counter=lambda: self.now, time=lambda: self.now, monotonic=lambda: self.now, strftime=time.strftime
+        )
         with contextlib.ExitStack() as patches:
 
             def follow(owner, name, after):
