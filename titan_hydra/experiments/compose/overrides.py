@@ -62,6 +62,7 @@ SYNONYMS = {  # names that other programs give to our keys and groups, or to who
     "metrics=tensorboard": "tensorboard",
     "launch.mode=dry": "dry_run dryrun dry",
     "adapter=lora": "lora peft",
+    "parametrization=mup": "mup mu_p use_mup",
     "parallelism.tp": "tensor_parallel tensor_parallel_size tensor_model_parallel_size tp_size",
     "parallelism.pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size",
     "parallelism.cp": "context_parallel context_parallel_size cp_size",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from titan_hydra.core.base.text import table
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import counted
+from titan_hydra.core.job.ranks import runs_here
 from titan_hydra.core.job.run import checkpoints, layout
 from titan_hydra.core.job.run.failure import Failure
 from titan_hydra.experiments.plan import predict
@@ -76,18 +77,12 @@ def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None
     print(*table(titles, rows, right, ("cell", "run"), leaves=shown), sep="\n")
     start = sum(cell.wants(state) for cell, state in zip(cells, states, strict=True))
     others = [state.kind for cell, state in zip(cells, states, strict=True) if not cell.wants(state)]
-    print(
-        f"{counted(len(cells), 'cell')}: "
-        + ", ".join(
-            [
-                f"{start} to start",
-                *(f"{others.count(kind)} {kind}" for kind in dict.fromkeys(others)),
-                f"at most {hours:,.1f} GPU-hours"
-                if hours is not None
-                else "no bound on GPU-hours without cluster.time_minutes",
-            ]
-        )
-    )
+    parts = [f"{start} to start", *(f"{others.count(kind)} {kind}" for kind in dict.fromkeys(others))]
+    if hours is not None:
+        parts.append(f"at most {hours:,.1f} GPU-hours")
+    elif not all(runs_here(cell.job) for cell in cells):
+        parts.append("no bound on GPU-hours without cluster.time_minutes")
+    print(f"{counted(len(cells), 'cell')}: " + ", ".join(parts))
 
 
 def predicted(cells: list[Cell]) -> None:

@@ -136,8 +136,9 @@ def tell(cell: Cell) -> State:
     elif state.kind == "failed":
         show.failure(cell.directory, state.failure)
     else:
+        again = "starts it from step 1" if cell.job.checkpoint.name == "off" else "resumes it"
         print(
-            f"{cell.directory.name}: {show.last_word(cell.directory, state)}; the same command line resumes it",
+            f"{cell.directory.name}: {show.last_word(cell.directory, state)}; the same command line {again}",
             file=sys.stderr,
         )
     return state
