@@ -39,6 +39,9 @@ def test_the_map_has_every_file():
         layout.CODE_STATE,
         layout.FILES,
         layout.FILES_TABLE,
+        layout.GONE,
+        layout.GONE_RUN,
+        layout.ARCHIVED,
         layout.PROOFS,
         layout.PROOF,
     } == set(ENTRIES)
