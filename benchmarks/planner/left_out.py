@@ -3,6 +3,8 @@ that follow.
 
     python benchmarks/planner/left_out.py       # no GPU, one core, about ten minutes; docs/plan.md has the tables
 
+`titan rates score` prints the second table, which is written into left_out.json beside it.
+
 For each publisher of published.yaml beside this file, the constants that docs/plan.md calls fitted to its rows are
 fitted to the rows of all other publishers instead. The fit begins at values that no row determined. The fitted constants
 then predict the publisher's own rows. The bands of titan_hydra/experiments/plan/bands.py contain these predictions.
@@ -17,12 +19,14 @@ from math import ceil, log
 from pathlib import Path
 from statistics import median
 
+from titan_hydra.core.base.text import to_json
 from titan_hydra.experiments.plan import time
-from titan_hydra.experiments.plan.bands import technique_of
+from titan_hydra.experiments.plan.bands import band_of, technique_of
 from titan_hydra.experiments.plan.factors import Factors
 from titan_hydra.experiments.plan.predict import changed
 from titan_hydra.experiments.plan.shape import NotPredictable
 from titan_hydra.instruments.rates.calibrate import descend
+from titan_hydra.instruments.rates.command_score import LEFT_OUT
 from titan_hydra.instruments.rates.published import Scored, rows_of, score
 
 # The fit begins with the H200's measured rates, scaled by data sheets, and with factors of almost no effect. A constant
@@ -126,6 +130,18 @@ def summary(errors: list[float]) -> str:
     return f"{median(map(abs, errors)):.1%}, {max(errors, key=abs):+.1%}"
 
 
+def shares(own: list[Scored], without: Constants) -> dict[str, float]:
+    """Return what `titan rates score` prints of some rows, each predicted without its publisher."""
+    errors = [without[one.row["id"]] for one in own]
+    inside = sum(abs(1 / (1 + without[one.row["id"]]) - 1) <= band_of(one.shape.job) for one in own)
+    return {
+        "rows": len(own),
+        "median": round(median(map(abs, errors)), 4),
+        "worst": round(max(errors, key=abs), 4),
+        "inside": inside,
+    }
+
+
 def bands(left_out: dict[str, list[float]]) -> dict[str, float]:
     """Return the half-width for each name that contains INSIDE of its errors, in steps of 0.05."""
     found = {}
@@ -152,14 +168,18 @@ def main() -> None:
         print(f"| {name} | {len(own)} | {' | '.join(texts)} |", flush=True)
     print("\n| technique | rows | shipped constants | fitted without the row's publisher |\n" + "|---" * 4 + "|")
     left_out: dict[str, list[float]] = {}
+    written = {}
     for name, own in sorted(grouped(rows, lambda one: technique_of(one.shape.job)).items()):
         left_out[name] = [without[one.row["id"]] for one in own]
+        written[name] = shares(own, without)
         print(f"| {name} | {len(own)} | {summary([one.error for one in own])} | {summary(left_out[name])} |")
     for kind in ("dense", "experts"):
         own = [one for one in rows if one.technique.startswith(kind)]
+        written[f"all {kind}"] = shares(own, without)
         print(
             f"| all {kind} | {len(own)} | {summary([one.error for one in own])} | {summary([without[one.row['id']] for one in own])} |"
         )
+    LEFT_OUT.write_text(to_json(written) + "\n")
     for name, own in grouped(rows, lambda one: f"{one.row['hardware']}, {technique_of(one.shape.job)}").items():
         if len(own) >= ENOUGH:
             left_out[name] = [without[one.row["id"]] for one in own]

@@ -23,6 +23,7 @@ KERNELS = {  # operators in the table of a layout, with their names there
     "attend_documents": "flash attention of documents",
     "_grouped_mm": "grouped_mm",
     "grouped_matmul": "grouped_mm",
+    "sent_grouped_matmul": "grouped_mm",
     "_scaled_mm": "scaled_mm",
     "_scaled_grouped_mm": "scaled_grouped_mm",
 }

@@ -120,6 +120,46 @@ def test_a_recomputation_keeps_its_choice_of_experts(on_ranks):
     on_ranks(1, choices_are_kept)
 
 
+class Products(TorchDispatchMode):
+    """Count the products that are sent to other ranks, where they are computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.titan_hydra.sent_grouped_matmul.default
+        return function(*args, **(kwargs or {}))
+
+
+def sends_once(rank):
+    """A recomputation that keeps the received rows does not compute the sent rows again; others compute or keep them."""
+    found = {}
+    for words, times in (
+        (("ac=none",), 1),
+        (("ac=full",), 2),
+        (("ac=op",), 1),
+        (("ac=lean",), 1),
+        (("ac=lean", "ac.save_ops=[_c10d_functional.all_to_all_single]"), 1),
+        (("ac=lean", "ac.save_ops=[titan_hydra.grouped_matmul]"), 1),
+        (("ac=lean", "ac.save_ops=[aten.mm]"), 2),
+    ):
+        layout = ("gpus=2", "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=2", "data.global_batch=4")
+        trainer = build(job_of(*layout, *words), torch.device("cpu"))
+        tokens = torch.arange(2 * trainer.job.data.seq_len).view(2, -1) % 11 + rank
+        example = trainer.objective.example(2).each(
+            lambda tensor, dims, tokens=tokens: tokens.to(tensor.dtype).view_as(tensor)
+        )
+        with Products() as seen:
+            trainer.forward_backward(example)
+        assert seen.count == times * len(experts.sparse_layers(trainer.model)), words
+        found[words] = {name: parameter.grad.to_local() for name, parameter in trainer.model.named_parameters()}
+        for name, gradient in found[("ac=none",)].items():
+            assert found[words][name].equal(gradient), (words, name)
+
+
+def test_rows_that_are_sent_back_are_not_computed_again(on_ranks):
+    on_ranks(2, sends_once)
+
+
 class Seen(TorchDispatchMode):
     """Record where the host waits for a device ("wait") and where FSDP starts to gather ("gather")."""
 

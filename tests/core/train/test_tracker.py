@@ -100,6 +100,7 @@ LAYOUTS = {
             "FSDP": (),
             "FSDP, full": ("ac=full",),
             "FSDP, ep 2, op": ("parallelism.ep=2", "ac=op"),
+            "FSDP, ep 2, lean": ("parallelism.ep=2", "ac=lean"),
             "FSDP, ep 2, op, linears alone": ("parallelism.ep=2", "ac=op", "ac.save_ops=[aten.mm]"),
             "FSDP and TP, ep 2": ("parallelism=fsdp_tp_ep", "parallelism.tp=2", "parallelism.ep=2"),
             "PP, 1F1B, ep 2": ("parallelism=fsdp_pp_ep", "parallelism.pp=2", "parallelism.ep=2"),
@@ -153,6 +154,14 @@ def test_formulas_give_what_is_counted(name):
     assert peak.live == pytest.approx(counted.live, rel=0.05)
     sent = messages.of_step(shape, peak.pipeline_rank)
     assert {dim: size for dim, size in counted.messages.items() if size > 1e5} == pytest.approx(sent, rel=0.04)
+
+
+def test_each_mode_keeps_less_than_the_one_before():
+    """With narrow experts, as in DeepSeek-V3, the rows that are exchanged are most of what a block keeps."""
+    line = ("model=deepseek_v3_debug", SMALL, "model.expert_dim=64", "parallelism.ep=2")
+    modes = ("none", "lean", "op", "full")
+    live = [count_rank(freeze(compose_unchecked(*BASE, *line, f"ac={mode}")), 0).live for mode in modes]
+    assert live == sorted(live, reverse=True), dict(zip(modes, live, strict=True))
 
 
 def test_the_page_names_each_term_and_each_part():

@@ -1,6 +1,7 @@
 """Test predictions of published measurements: benchmarks/planner/published.yaml, and files in the same format."""
 
 import contextlib
+import json
 from pathlib import Path
 from statistics import median
 
@@ -11,6 +12,7 @@ from titan_hydra.cli import main
 from titan_hydra.experiments.plan import time
 from titan_hydra.experiments.plan.bands import BANDS, band_of, technique_of
 from titan_hydra.experiments.plan.shape import NotPredictable
+from titan_hydra.instruments.rates import command_score
 from titan_hydra.instruments.rates.published import rows_of, score
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks/planner/published.yaml"
@@ -115,11 +117,24 @@ def test_a_row_that_cannot_be_predicted_says_why(change, reason):
     assert str(error.value) == reason
 
 
+def test_the_page_gives_the_left_out_errors_that_the_command_prints():
+    page = (Path(__file__).parents[3] / "docs/plan.md").read_text()
+    for name, one in json.loads(command_score.LEFT_OUT.read_text()).items():
+        line = next(line for line in page.splitlines() if line.startswith(f"| {name} | {one['rows']} |"))
+        assert line.endswith(f"| {one['median']:.1%}, {one['worst']:+.1%} |")
+
+
 def test_the_command_reads_a_file_of_rows(tmp_path, capsys):
     file = tmp_path / "rows.yaml"
     file.write_text(yaml.safe_dump([ROW, ROW | {"id": "other", "hardware": "gh200"}]))
     assert main(["rates", "score", str(file)]) == 0
     told = capsys.readouterr().out
+    left_out = json.loads(command_score.LEFT_OUT.read_text())
+    lines = [line.split() for line in told.splitlines()]
+    for name, one in left_out.items():
+        assert [*name.split(), str(one["rows"]), f"{one['median']:.1%}", f"{one['worst']:+.1%}"] in [
+            line[: len(name.split()) + 3] for line in lines
+        ]
     assert "dense" in told and "own: 9,000 tokens/s, predicted" in told and "skipped  other: hardware=gh200" in told
     file.write_text("nonsense")
     assert main(["rates", "score", str(file)]) == 2

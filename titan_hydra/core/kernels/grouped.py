@@ -1,8 +1,8 @@
 """torch's grouped matmul, in which each matrix multiplies its own group of rows. Here, some or all groups may be empty.
 
 The grouped matmul is wrapped in operators of this package. These operators can be compiled in any dtype (torch 2.13
-infers the shape of its own operator only in bfloat16), and activation checkpointing can name them. The host never waits
-for the device.
+infers the shape of its own operator only in bfloat16), and activation checkpointing can name them. The product whose
+result is sent to other ranks has an operator of its own. The host never waits for the device.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
 
 
+@custom_op("titan_hydra::sent_grouped_matmul", mutates_args=())
+def sent_grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Return the same as `grouped_matmul`. The result is sent to other ranks, and not read otherwise."""
+    return grouped_matmul(rows, weights, ends)
+
+
 @custom_op("titan_hydra::grouped_matmul_backward", mutates_args=())
 def grouped_matmul_backward(gradient: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of rows and of weights."""
@@ -44,6 +50,7 @@ def fills_empty_groups(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
+@sent_grouped_matmul.register_fake
 @grouped_matmul.register_fake
 def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weights.shape[1])
@@ -62,4 +69,5 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return *grouped_matmul_backward(gradient.contiguous(), *ctx.saved_tensors), None
 
 
-grouped_matmul.register_autograd(_differentiate, setup_context=_keep)
+for operator in (grouped_matmul, sent_grouped_matmul):
+    operator.register_autograd(_differentiate, setup_context=_keep)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from titan_hydra.core.job.recomputation import keep
-from titan_hydra.core.kernels.grouped import grouped_matmul
+from titan_hydra.core.kernels.grouped import grouped_matmul, sent_grouped_matmul
 
 from .layers import FeedForward
 from .sparse import SparseModel
@@ -233,6 +233,7 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(config.n_experts, config.dim, config.expert_dim))
         self.w3 = nn.Parameter(torch.empty(config.n_experts, config.expert_dim, config.dim))
         self.read = plain
+        self.sends = False  # whether the results are sent to other ranks
 
     def forward(self, rows: Tensor, order: Tensor, inverse: Tensor, counts: Tensor) -> Tensor:
         """Compute each of the rows [n, dim] with k experts. `order` [n * k] sorts the (row, expert) pairs by expert,
@@ -242,7 +243,8 @@ class Experts(nn.Module):
         ends = counts.cumsum(0, dtype=torch.int32)
         w1, w2, w3 = (self.read(weight) for weight in (self.w1, self.w2, self.w3))
         rows = Moved.apply(rows, order, inverse)
-        rows = grouped_matmul(F.silu(grouped_matmul(rows, w1, ends)) * grouped_matmul(rows, w3, ends), w2, ends)
+        last = sent_grouped_matmul if self.sends else grouped_matmul
+        rows = last(F.silu(grouped_matmul(rows, w1, ends)) * grouped_matmul(rows, w3, ends), w2, ends)
         return Moved.apply(rows, inverse, order)
 
 

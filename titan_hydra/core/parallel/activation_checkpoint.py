@@ -3,6 +3,9 @@
 A block is checkpointed by replacing its class with one whose forward is wrapped; the names of the block and of its
 parameters do not change. A block draws no random numbers, so the random state need not be restored. If experts are
 compiled, ac=op and ac=lean checkpoint each compiled part separately.
+
+With ac=op and ac=lean, what experts send back to other ranks is neither kept nor computed again, because no backward
+reads it: the ranks that receive it keep it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_hydra.core.base.errors import ConfigError
@@ -24,14 +28,15 @@ from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.parts import OperatorCheckpoint
 from titan_hydra.core.job.config.registry import resolve
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.recomputation import kept, mode_of
+from titan_hydra.core.job.recomputation import EXCHANGE, kept, mode_of
 from titan_hydra.core.kernels import documents, grouped  # noqa: F401 - they register operators that SAVED names
 
 from .compile import compiled_parts
 from .experts import sparse_layers
 from .mesh import Mesh
 
-MATMULS = ("aten.mm", "aten.addmm", "aten._scaled_mm", "titan_hydra.grouped_matmul")  # addmm is a matmul with bias
+GROUPED, SENT = "titan_hydra.grouped_matmul", "titan_hydra.sent_grouped_matmul"
+MATMULS = ("aten.mm", "aten.addmm", "aten._scaled_mm", GROUPED, SENT)  # addmm is a matmul with bias
 SAVED = (  # results that are expensive to recompute, or need communication
     *MATMULS,
     "aten._scaled_dot_product_cudnn_attention",
@@ -43,7 +48,7 @@ SAVED = (  # results that are expensive to recompute, or need communication
     "_c10d_functional.all_reduce",
     "aten.max",  # Float8's amax: one number, but computed in a pass over a whole tensor
 )
-SAVED_OF_EXPERTS = ("_c10d_functional.all_to_all_single",)
+SAVED_OF_EXPERTS = (EXCHANGE,)
 
 
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
@@ -100,16 +105,20 @@ def every_second_matmul(config: OperatorCheckpoint, sparse: bool) -> Callable[[]
 
 
 def _saved(config: OperatorCheckpoint, sparse: bool) -> frozenset:
-    return frozenset(operators(config.save_ops or (SAVED + SAVED_OF_EXPERTS if sparse else SAVED)))
+    saved = operators(config.save_ops or (SAVED + SAVED_OF_EXPERTS if sparse else SAVED))
+    if operators((EXCHANGE,)) <= saved:  # the received rows are kept
+        return frozenset(saved - operators((SENT,)))
+    return frozenset(saved | operators((SENT,)) if operators((GROUPED,)) <= saved else saved)
 
 
 def keeping(others: Callable[[], tuple] | None) -> tuple:
     """Return a context for a forward and one for its recomputation, in which `keep` works. Both enclose the contexts
-    that `others` returns.
+    that `others` returns. If these save received rows, the recomputation does not compute the rows that are sent.
     """
-    return tuple(
-        both(*pair) for pair in zip(kept(), others() if others else (nullcontext(), nullcontext()), strict=True)
-    )
+    forward, again = others() if others else (nullcontext(), nullcontext())
+    if isinstance(others, partial) and others.func is selective_contexts and operators((EXCHANGE,)) <= others.args[0]:
+        again = both(Unsent(), again)
+    return tuple(both(*pair) for pair in zip(kept(), (forward, again), strict=True))
 
 
 @contextmanager
@@ -137,6 +146,22 @@ def selective_contexts(saved: frozenset, alternate: bool) -> tuple:
         return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+class Unsent(TorchDispatchMode):
+    """Replaces the products that experts send to other ranks by uninitialized tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = operators((SENT,))
+
+    def __torch_dispatch__(
+        self, operator: OpOverload, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if operator in self.sent:
+            rows, weights, _ = args
+            return rows.new_empty(len(rows), weights.shape[1])
+        return operator(*args, **(kwargs or {}))
 
 
 def operators(names: Iterable[str]) -> set[OpOverload]:

@@ -38,7 +38,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
             layer.experts.register_parameter(
                 name, nn.Parameter(distribute_tensor(weight, ep, [Shard(0)], src_data_rank=None))
             )
-        layer.experts.read = local_part
+        layer.experts.read, layer.experts.sends = local_part, True
         layer.experts.dynamic = True  # tells the compiler that the number of rows differs in each step
         layer.exchange = AllToAll(ep.get_group(), job.debug.balance_experts)
 

@@ -265,8 +265,12 @@ def saved(shape: Shape) -> float:
     outputs = shape.outputs(1 if both else shape.sequence)
     matmuls = sum(width for width, one in zip(outputs, shape.kept, strict=True) if one)
     attention = used * shape.values + 4 * job.model.n_heads / tp if saves(job, *ATTENTION) else 0
-    # scores and indices, and the exchanged rows
-    routed = 12 * shape.experts.rows + 2 * shape.experts.sent * saves(job, EXCHANGE) if shape.experts else 0
+    # scores and indices, and the rows that have arrived: the experts' inputs and, in place of their outputs, their results
+    routed = 12 * shape.experts.rows + shape.experts.sent * shape.received if shape.experts else 0
+    if shape.in_parts and len(shape.linears) == shape.after:
+        # The norm before the feed-forward is in no part, so its output is kept. Of a model with shared experts, `matmuls`
+        # has their output, which is as wide and is not kept.
+        routed += used * dim
     return shape.tokens * (used * (dim + (2 * dim if both else 0) + matmuls) + attention + routed)
 
 

@@ -17,7 +17,7 @@ from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.dtypes import SIZE, gathers_in_format, gradient_dtype, has_one_scale, is_opaque
 from titan_hydra.core.job.pipeline import blocks_of_stages, modules_of_stages, stages_of_ranks
 from titan_hydra.core.job.ranks import sparse
-from titan_hydra.core.job.recomputation import mode_of, recomputed_share, saves
+from titan_hydra.core.job.recomputation import EXCHANGE, mode_of, recomputed_share, saves
 
 from .experts import ExpertShape, experts_of, lighter, shared_width
 
@@ -243,11 +243,34 @@ class Shape:
 
     @cached_property
     def kept(self) -> list[bool]:
-        """For each matmul of `sizes`, whether selective activation checkpointing keeps its output."""
+        """For each matmul of `sizes`, whether selective activation checkpointing keeps its output, so that it is not
+        computed again.
+        """
         linears = saves(self.job, *(("aten._scaled_mm",) if self.format else ("aten.mm", "aten.addmm")))
         routed = [linears, *[saves(self.job, "titan_hydra.grouped_matmul")] * 3] if self.experts else []
         listed = [*[linears] * self.after, *routed, *[linears] * (len(self.linears) - self.after)]
-        return [one and place % mode_of(self.job).matmuls == 0 for place, one in enumerate(listed)]
+        every, rest = mode_of(self.job).matmuls, len(self.linears) - self.after
+        parts = [self.after, 1, 3, rest] if self.in_parts else [len(listed)]
+        places = [place for part in parts for place in range(part)]
+        kept = [one and place % every == 0 for place, one in zip(places, listed, strict=True)]
+        if self.received or self.in_parts:
+            kept[self.after + 3] = True
+        if self.in_parts:  # the result of a part is not computed again
+            kept[self.after - 1] = True
+            kept[-1] = True if rest else kept[-1]
+        return kept
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether selective activation checkpointing treats each compiled part of a block with experts separately."""
+        return self.experts is not None and self.compiled and mode_of(self.job).contexts is not None
+
+    @property
+    def received(self) -> bool:
+        """Whether selective activation checkpointing keeps the rows that other ranks have computed, instead of the output
+        of the experts' last matmul, which it then does not compute again either.
+        """
+        return self.experts is not None and self.experts.ep > 1 and saves(self.job, EXCHANGE)
 
     @cached_property
     def after(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ from titan_hydra.experiments.plan.bands import band_of, technique_of
 from titan_hydra.experiments.plan.shape import NotPredictable
 from titan_hydra.instruments.rates.published import Scored, rows_of, score
 
+LEFT_OUT = Path(__file__).with_name("left_out.json")  # written by benchmarks/planner/left_out.py
 TITLES = ("", "rows", "tokens/s: median error", "bias", "worst", "band", "inside", "GiB: median error", "worst")
 
 
@@ -24,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Predict the rows of a file, and print the errors by source, device and technique. Returns 0, or 2 if no row can be
-    predicted.
+    """Predict the rows of a file, and print the errors by source, device and technique, and those of left-out rows.
+    Returns 0, or 2 if no row can be predicted.
     """
     found, skipped = [], []
     for row in rows_of(args.rows):
@@ -50,11 +52,27 @@ def main(args: argparse.Namespace) -> int:
     ):
         if rows:
             print(title, *table(TITLES, _groups(rows, name), TITLES[1:]), "", sep="\n")
+    print(
+        "published rows, each predicted with constants that were fitted without its publisher",
+        *_left_out(),
+        "",
+        sep="\n",
+    )
     for one in sorted(counted, key=lambda one: -abs(one.error))[:5]:
         print(f"{one.error:+.1%}  {one.row['id']}: {one.speed[0]:,.0f} tokens/s, predicted {one.speed[1]:,.0f}")
     for name, reason in skipped:
         print(f"skipped  {name}: {reason}")
     return Exit.DONE if found else Exit.CONFIG
+
+
+def _left_out() -> list[str]:
+    """Return the table of published rows that the constants were not fitted to: the errors to expect elsewhere."""
+    titles = ("", "rows", "tokens/s: median error", "worst", "inside their bands")
+    rows = [
+        (name, one["rows"], f"{one['median']:.1%}", f"{one['worst']:+.1%}", one.get("inside", "-"))
+        for name, one in json.loads(LEFT_OUT.read_text()).items()
+    ]
+    return table(titles, rows, titles[1:])
 
 
 def _groups(rows: Iterable[Scored], name: Callable[[Scored], Any]) -> list[tuple[Any, ...]]:
