@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.base.private import OpOverload, functorch_config, operator_names
+from titan_hydra.core.base.private import OpOverload, TorchDispatchMode, functorch_config, operator_names
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.parts import OperatorCheckpoint
 from titan_hydra.core.job.config.registry import resolve
