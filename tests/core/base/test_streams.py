@@ -1,6 +1,7 @@
 """Whatever stands at the other end of a program's output, a user gets no traceback."""
 
 import contextlib
+import importlib
 import io
 import sys
 
@@ -30,7 +31,7 @@ def test_a_full_disk_is_one_line(monkeypatch, capsys):
         full = open("/dev/full", "w")  # noqa: SIM115 (closing it fails)
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", full)
-            patch.setattr(cli.importlib, "import_module", lambda name, text=text: Printing(text))
+            patch.setattr(importlib, "import_module", lambda name, text=text: Printing(text))
             assert cli.main(["status"]) == 1
         with contextlib.suppress(OSError):
             full.close()
