@@ -229,7 +229,7 @@ def show(rows: list[Row], points: int, job: Job, args: argparse.Namespace) -> No
         lines.insert(fitting + 1, f"--- {what}: under {1 - FITS:.0%} of the memory stays free, and NCCL needs some")
     elif first.fits == "no":
         lines.insert(1, "--- nothing fits; these layouts need least memory")
-    bands = f"GiB +-{memory.BAND:.0%}, tokens/s of a device {first.shown_band}"
+    bands = f"predicted: GiB +-{memory.BAND:.0%}, tokens/s of a device {first.shown_band}"
     front = "; * no faster layout takes less memory" if first.fits != "no" else ""
     legend = [f"{bands}{front}", *[LIMITED] * ("limited by" in lines[0])]
     print(*lines, *legend, *predict.notes(first.job), "", sep="\n")
