@@ -53,6 +53,7 @@ class Shape:
     # as other linears, and whether exchanges of rows overlap with the computation of another microbatch
     transformer_engine: bool = False
     hidden_exchange: bool = False
+    whole_blocks: bool = False  # whether activation checkpointing treats compiled blocks with experts as a whole
     captured: bool = False  # whether CUDA graphs start the kernels of a block, as in some of Megatron's recipes
     stack: Stack | None = None  # the family's description of these blocks, if they do not belong to a decoder
     # the shapes of the stacks of blocks that run, on the first stage, before these blocks
@@ -263,7 +264,8 @@ class Shape:
     @property
     def in_parts(self) -> bool:
         """Whether selective activation checkpointing treats each compiled part of a block with experts separately."""
-        return self.experts is not None and self.compiled and mode_of(self.job).contexts is not None
+        apart = self.compiled and not self.whole_blocks
+        return self.experts is not None and apart and mode_of(self.job).contexts is not None
 
     @property
     def received(self) -> bool:

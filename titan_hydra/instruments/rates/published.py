@@ -103,10 +103,10 @@ def score(row: Row) -> Scored:
     modes = [mode] if (mode := mode_of_row(row)) else ["none", "op", "full"]
     jobs = [(mode, _composed(*overrides_of(row, hardware, mode))) for mode in modes]
     mode, job = _likely(row, jobs)
-    peak = memory.peak(job, _constants(row)).gib
+    peak = _peak(row, job)
     overrides = overrides_of(row, hardware, mode, timed=True)
     job = _composed(*overrides)
-    shape = _as_run(row, shape_of(job))
+    shape = _as_run(row, _shape(row, job))
     apart = row.get("apart")
     if apart is None and "power limited" in row.get("device", ""):
         apart = "power-limited cards, as the source says"
@@ -123,6 +123,15 @@ def score(row: Row) -> Scored:
         apart,
         shape,
     )
+
+
+def _shape(row: Row, job: Job) -> Shape:
+    """Return the shape of a row's job. Trainers other than this one checkpoint compiled blocks of experts as a whole."""
+    return replace(shape_of(job), whole_blocks=not str(row.get("source")).startswith(OWN))
+
+
+def _peak(row: Row, job: Job) -> float:
+    return memory.peak(job, _constants(row), _shape(row, job)).gib
 
 
 def _as_run(row: Row, shape: Shape) -> Shape:
@@ -153,7 +162,7 @@ def _likely(row: Row, jobs: list[tuple[str, Job]]) -> tuple[str, Job]:
     those that fit.
     """
     if "memory_gib" in row:
-        return min(jobs, key=lambda pair: abs(memory.peak(pair[1], _constants(row)).gib - row["memory_gib"]))
+        return min(jobs, key=lambda pair: abs(_peak(row, pair[1]) - row["memory_gib"]))
 
     return next((pair for pair in jobs if memory.peak(pair[1]).gib <= TIGHT * pair[1].hardware.memory_gib), jobs[-1])
 
