@@ -196,6 +196,7 @@ def test_an_evaluation_never_ends_a_run(files, run_job):
 
 def test_a_validation_that_measures_nothing_is_null(capsys):
     metrics = Metrics.__new__(Metrics)
+    metrics.job = SimpleNamespace(steps=3)
     metrics.events, metrics.trackers, written = SimpleNamespace(add=lambda row: written.append(row)), [], []
     metrics.event("validation", 3, validation_loss=math.nan, seconds=1.0)
     assert metrics.validation_loss is None and written[0]["validation_loss"] is None
