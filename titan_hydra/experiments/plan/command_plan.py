@@ -230,7 +230,7 @@ def show(rows: list[Row], points: int, job: Job, args: argparse.Namespace) -> No
     elif first.fits == "no":
         lines.insert(1, "--- nothing fits; these layouts need least memory")
     bands = f"predicted: GiB +-{memory.BAND:.0%}, tokens/s of a device {first.shown_band}"
-    front = "; * no faster layout takes less memory" if first.fits != "no" else ""
+    front = "; * no faster one is smaller" if first.fits != "no" else ""
     legend = [f"{bands}{front}", *[LIMITED] * ("limited by" in lines[0])]
     print(*lines, *legend, *predict.notes(first.job), "", sep="\n")
     print(*(f"{number:>2}  {whole_line(job, row, args)}" for number, row in enumerate(rows, start=1)), sep="\n")
