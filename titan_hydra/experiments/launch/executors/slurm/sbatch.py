@@ -175,6 +175,8 @@ run_cell() {{
         rc="$(own_failure)" rc="${{rc:-75}}"  # asked to stop before training, by a signal that Python may not have seen yet, or in a step
     elif {{ grep -q 'Timed out waiting for job step to complete' "$attempt/job.log" || srun_was_killed; }} && [ -z "$(own_failure)" ]; then
         rc={unhealthy} lost={lost_nodes}  # ranks of a node do not answer, and SLURM notices after its SlurmdTimeout; or srun is gone
+    elif [ "$rc" -gt 128 ]; then
+        own="$(own_failure)" rc="${{own:-$rc}}"  # a rank that was killed with the failed one, in a wait, has the larger status
     fi
     echo "$rc" >"$attempt/exit"
     return "$rc"
