@@ -13,14 +13,14 @@ LAYOUT = ("parallelism", "pp_schedule", "ac", "compile")
 
 
 def cover(cases: Sequence[Case]) -> set[str]:
-    """Return names of a few of these cases. Each part that a case combines, each pair of parts of which one belongs to the
-    layout, and each planted fault that one of all cases finds is in a case that is named.
+    """Return names of a few of these cases. Each part that a case combines, each pair of parts of the layout, and each planted
+    fault that one of all cases finds is in a case that is named.
     """
     mutants = [mutant for mutants in corpus.SUBJECTS.values() for mutant in mutants]
     goals: dict[str, set[tuple[str, ...]]] = {}
     for case in cases:
         parts = parts_of(case)
-        pairs = {pair for pair in combinations(parts, 2) if any(part.startswith(LAYOUT) for part in pair)}
+        pairs = {pair for pair in combinations(parts, 2) if all(part.startswith(LAYOUT) for part in pair)}
         found = {("planted", mutant.name) for mutant in mutants if case.name in mutant.cases}
         goals[case.name] = {(part,) for part in parts} | pairs | found
     chosen, left = set(), set().union(*goals.values())
