@@ -7,8 +7,8 @@ import torch
 from titan_hydra.core import data, models
 from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.models.init import init_weights
-from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.instruments.verify.case import BASE, later_wins
+from titan_hydra.experiments.compose.compose import compose_job, later_wins
+from titan_hydra.instruments.verify.case import BASE
 from titan_hydra.instruments.verify.inputs import Order, odd_starts
 
 

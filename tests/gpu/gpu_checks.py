@@ -28,9 +28,8 @@ from titan_hydra.core.models.init import Normal, fill
 from titan_hydra.core.train import worker
 from titan_hydra.core.train.loop import train
 from titan_hydra.core.train.observe import health, memory, metrics
-from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.compose.compose import compose_job, later_wins
 from titan_hydra.experiments.runs import rundir
-from titan_hydra.instruments.verify.case import later_wins
 
 # The debug model's default precision is fp32, which fused attention on CUDA does not support.
 SMALL = (

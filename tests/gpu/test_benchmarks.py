@@ -26,7 +26,9 @@ LISTS = sorted(file.stem for file in (ROOT / "benchmarks/gpu/lists").glob("*.yam
 
 def program(name):
     """Import a program of benchmarks/gpu as a module."""
-    loader = SourceFileLoader(f"gpu_{name.partition('.')[0]}", str(ROOT / "benchmarks/gpu" / name))
+    folder = str(ROOT / "benchmarks/gpu")
+    sys.path += [folder] * (folder not in sys.path)  # as it is for a program that is run
+    loader = SourceFileLoader(f"gpu_{name.partition('.')[0]}", f"{folder}/{name}")
     module = sys.modules[loader.name] = module_from_spec(spec_from_loader(loader.name, loader))
     loader.exec_module(module)
     return module

@@ -9,10 +9,9 @@ import json
 import pytest
 import torch
 
-from tests.kits.sizes import later_wins
 from titan_hydra.core.data.loader import merge
 from titan_hydra.core.job.run.checkpoints import complete, newest
-from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.compose.compose import compose_job, later_wins
 
 from .steps import cut_back, tensors
 

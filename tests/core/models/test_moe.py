@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.kits.sizes import BASE, LATENT, MOE, later_wins
+from tests.kits.sizes import BASE, LATENT, MOE
 from titan_hydra.core import models
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.models.moe import MoE, Router
 from titan_hydra.core.parallel import experts
-from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.compose.compose import compose_job, later_wins
 
 TOKENS = 24
 

@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.core.models.test_moe import job_of, layer
-from tests.kits.sizes import BASE, LATENT, MOE, later_wins
+from tests.kits.sizes import BASE, LATENT, MOE
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.models.moe import Router
 from titan_hydra.core.parallel import experts
 from titan_hydra.core.parallel.experts import AllToAll
 from titan_hydra.core.train.muon import Muon
 from titan_hydra.core.train.trainer import build
-from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.compose.compose import compose_job, later_wins
 
 
 @pytest.mark.parametrize("counts", [[[2, 0, 1], [1, 3, 0]], [[0, 0, 0], [0, 2, 0]], [[0, 0], [0, 0]]])

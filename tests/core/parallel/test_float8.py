@@ -19,8 +19,8 @@ from titan_hydra.core.parallel.plans import Linears
 from titan_hydra.core.parallel.whole import Norm
 from titan_hydra.core.train.step import Agreement
 from titan_hydra.core.train.trainer import build
-from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.instruments.verify.case import BASE, later_wins
+from titan_hydra.experiments.compose.compose import compose_job, later_wins
+from titan_hydra.instruments.verify.case import BASE
 from titan_hydra.instruments.verify.verify import trace
 
 EMULATED = ("precision=float8_emulate", "precision.compute_dtype=float32")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from tests.kits.sizes import BASE, later_wins
+from tests.kits.sizes import BASE
 from titan_hydra.core import models
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import from_dict
@@ -20,7 +20,7 @@ from titan_hydra.core.models import layers
 from titan_hydra.core.parallel import activation_checkpoint, compile, formats
 from titan_hydra.core.parallel.formats import fused
 from titan_hydra.core.parallel.mesh import Mesh
-from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.compose.compose import compose_job, later_wins
 
 EMULATED = ("precision=float8_emulate",)
 FUSED = (*EMULATED, "precision.kernels=fused")

@@ -16,8 +16,8 @@ from titan_hydra.core.models.init import reset_buffers
 from titan_hydra.core.parallel import loss_head
 from titan_hydra.core.train.objectives.language import IGNORED, cross_entropy
 from titan_hydra.core.train.trainer import build
-from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.instruments.verify.case import BASE, Case, later_wins
+from titan_hydra.experiments.compose.compose import compose_job, later_wins
+from titan_hydra.instruments.verify.case import BASE, Case
 from titan_hydra.instruments.verify.verify import job_of, trace
 
 BATCH, SEQ, DIM, VOCABULARY = 4, 33, 48, 1031

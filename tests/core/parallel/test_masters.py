@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kits.sizes import BASE, later_wins
+from tests.kits.sizes import BASE
 from titan_hydra.core import data
 from titan_hydra.core.job.config.schema import Parallelism, Precision
 from titan_hydra.core.parallel.masters import separate
 from titan_hydra.core.parallel.mesh import Mesh
 from titan_hydra.core.train.trainer import build
-from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.compose.compose import compose_job, later_wins
 
 ALONE = Mesh(Parallelism(name="single"), None, None, None, None)
 BF16 = Precision(name="bf16")

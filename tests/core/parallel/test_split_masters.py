@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.adamw import adamw
 
-from tests.kits.sizes import BASE, later_wins
+from tests.kits.sizes import BASE
 from titan_hydra.core import data
 from titan_hydra.core.base.private import foreach_copy
 from titan_hydra.core.kernels import split_masters as kernel
@@ -19,7 +19,7 @@ from titan_hydra.core.parallel.split_masters import master_of, split_masters
 from titan_hydra.core.train.optimizer import set_lr, step
 from titan_hydra.core.train.split_adamw import SplitAdamW
 from titan_hydra.core.train.trainer import build
-from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.compose.compose import compose_job, later_wins
 
 MILLION = 10**6
 TIES = torch.tensor([0x3F808000, 0x3F818000, -0x407E8000, 0x7F7F8000, 0x00008000, 0x00018000]).int().view(torch.float32)

@@ -21,8 +21,8 @@ from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.train.objectives import build_objective
 from titan_hydra.core.train.observe.metrics import console_line
-from titan_hydra.experiments.compose.compose import compose_job
-from titan_hydra.instruments.verify.case import LAYOUTS_IN_BF16, case, in_bf16, later_wins
+from titan_hydra.experiments.compose.compose import compose_job, later_wins
+from titan_hydra.instruments.verify.case import LAYOUTS_IN_BF16, case, in_bf16
 from titan_hydra.instruments.verify.verify import reference_of, verify
 
 ROOT = Path(__file__).parents[3]

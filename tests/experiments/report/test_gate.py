@@ -89,7 +89,9 @@ def test_a_baseline_that_is_missing_or_the_only_run_is_a_miss(sweep, judged, bas
     assert (status, checks["step_seconds", None]["passed"]) == (Exit.MISSED, False)
 
 
-@pytest.mark.parametrize("text", ["mean_loss: 9\n", "held_out_loss: 9\n", "memory_gib: 99\n", "failed_cells: 5\n"])
+@pytest.mark.parametrize(
+    "text", ["mean_loss: 9\n", "mean_loss: '9'\n", "held_out_loss: 9\n", "memory_gib: 99\n", "failed_cells: 5\n"]
+)
 def test_runs_without_the_number_or_not_over_are_a_miss(sweep, judged, text):
     result = DONE | {"memory_gib": None}
     del result["validation_loss"]
@@ -128,6 +130,8 @@ FAULTS = [  # a gate's file, and the words of each line that it is refused with
     ("mean_loss: low\nfailed_cells: 1.5\n", [("mean_loss=low", "number"), ("failed_cells=1.5", "2")]),
     ("mean_loss: true\nspeed_baseline: 3\n", [("mean_loss=true", "number"), ("speed_baseline=3", "'3'")]),
     ("mean_loss: .nan\nheld_out_loss:\n", [("mean_loss=nan", "finite"), ("held_out_loss=null", "no value")]),
+    ("speed_baseline: 01234567\nfailed_cells: [1]\n", [("speed_baseline", "must be text"), ("failed_cells=[1]",)]),
+    ("speed_baseline: [a]\nmean_loss: .inf\n", [("speed_baseline=[a]",), ("mean_loss=inf", "finite")]),
     ("speed_tolerance: 0.1\n", [("speed_tolerance=0.1", "speed_baseline")]),
     ("speed_tolerance: 1\nspeed_baseline: a", [("speed_tolerance=1", "less than 1")]),
     ("mean_loss: 3\nmean_loss: 4\n", [("mean_loss",)]),

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 Folders = Path | Sequence[Path] | None  # what --config-dir names
 
 
+def later_wins(*overrides: str) -> list[str]:
+    """Keep only the last override of each key: Hydra refuses a command line that chooses a group twice."""
+    return list({override.partition("=")[0]: override for override in overrides}.values())
+
+
 def register_schema() -> None:
     """Register the schema with Hydra, and `Cells` as its sweeper. Call this before Hydra composes; it may be repeated."""
     from hydra.core.config_store import ConfigStore

@@ -12,8 +12,8 @@ import yaml
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.fault import Fault, did_you_mean, suggest
+from titan_hydra.core.job.config.field import converted, type_fault, value_faults
 from titan_hydra.core.job.config.files import similar
-from titan_hydra.core.job.config.ranges import Interval, range_of
 
 LARGEST_FILE = 65_536  # bytes; a file of some keys is much smaller
 
@@ -53,32 +53,26 @@ def _content(file: Path) -> Any:
 
 
 def _faults(cls: Any, content: dict[Any, Any], keys: list[str]) -> Iterator[Fault]:
+    """Give the values of a file the types of their keys, in place. Yield a fault for each that does not fit.
+
+    A text must be one in the file too: YAML reads a hash such as 01234567 as a number, and not as the same digits.
+    """
     hints = typing.get_type_hints(cls)
     for name, value in content.items():
         if name not in keys:
             yield Fault(str(name), value, "no such key", suggest(str(name), keys) or tuple(keys))
+            continue
+        kind = next(part for part in typing.get_args(hints[name]) or (hints[name],) if part is not type(None))
+        spec = cls.__dataclass_fields__[name]
+        choices = spec.metadata["choices"]
+        if value is None:
+            yield Fault(name, value, "no value given", tuple(choices))
+        elif kind is str and not choices and not isinstance(value, str | list | dict):
+            yield Fault(name, value, "must be text", (f"'{value}'",))
         else:
-            yield from _faults_of_value(name, value, hints[name], cls.__dataclass_fields__[name])
-
-
-def _faults_of_value(name: str, value: Any, kind: Any, spec: Any) -> Iterator[Fault]:
-    """Yield the fault of a value that has another type than its key, or is outside the key's range or choices."""
-    kinds = typing.get_args(kind) or (kind,)
-    choices, allowed = spec.metadata["choices"], range_of(spec)
-    if value is None:
-        yield Fault(name, value, "no value given", tuple(choices))
-    elif choices:
-        if value not in choices:
-            yield Fault(name, value, "not one of the choices", tuple(choices))
-    elif str in kinds:
-        if not isinstance(value, str):
-            yield Fault(name, value, "must be text", (f"'{value}'",) if not isinstance(value, dict | list) else ())
-        elif reason := allowed.objection(value) if allowed else None:
-            yield Fault(name, value, reason)
-    elif isinstance(value, bool) or not isinstance(value, int | float):
-        yield Fault(name, value, f"must be a {'number' if float in kinds else 'whole number'}")
-    elif isinstance(value, float) and float not in kinds:
-        whole = (round(value),) if abs(value) < 2**53 else ()  # false for NaN, too
-        yield Fault(name, value, "must be a whole number", whole)
-    elif isinstance(allowed, Interval) and (reason := allowed.objection(value)):
-        yield Fault(name, value, reason, allowed.nearest(value))
+            try:
+                content[name] = converted(kind, value)
+            except ValueError:
+                yield type_fault(name, kind, value, spec)
+            else:
+                yield from value_faults(name, spec, content[name])

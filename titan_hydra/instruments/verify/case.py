@@ -143,11 +143,6 @@ class Case:
         return (self.ranks <= 2 or self.threads) and not self.slow
 
 
-def later_wins(*overrides: str) -> list[str]:
-    """Keep only the last override of each key: Hydra refuses a command line that chooses a group twice."""
-    return list({override.partition("=")[0]: override for override in overrides}.values())
-
-
 def case(name: str, ranks: int, *overrides: str, **options) -> Case:
     """Build a case with gpus=`ranks`."""
     return Case(name, ranks, (f"gpus={ranks}", *overrides), **options)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.fault import divisors
-from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.compose.compose import compose_job, later_wins
 
-from .case import BASE, LATENT, MOE, SAMPLES, SCHEDULES, Case, later_wins
+from .case import BASE, LATENT, MOE, SAMPLES, SCHEDULES, Case
 
 # A float32 run differs from a float64 reference by rounding alone. Muon orthogonalizes in bfloat16, whose rounding
 # grows over the steps: even one process differed by 8e-5 in its loss and by 0.3 in a weight.

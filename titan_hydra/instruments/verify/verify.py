@@ -31,9 +31,9 @@ from titan_hydra.core.parallel.split_masters import master_of
 from titan_hydra.core.train.objectives.language import IGNORED, packed
 from titan_hydra.core.train.optimizer import lr_factor, set_lr
 from titan_hydra.core.train.trainer import Trainer, build
-from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.compose.compose import compose_job, later_wins
 
-from .case import BASE, Case, later_wins
+from .case import BASE, Case
 from .draws import CutLinears, disturb, shuffled
 from .export import export_differs
 from .judge import (

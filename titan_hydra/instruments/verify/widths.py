@@ -17,9 +17,7 @@ from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
 from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.fault import bad_value
-from titan_hydra.experiments.compose.compose import compose_job
-
-from .case import later_wins
+from titan_hydra.experiments.compose.compose import compose_job, later_wins
 
 WIDTHS, DEPTHS, STEPS, SEEDS = (64, 128, 256, 512, 1024), (2, 4, 8, 16), 5, 3
 FLAT = 0.05  # largest slope that counts as flat: a factor of 1.15 over four doublings of the size

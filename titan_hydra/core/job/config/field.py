@@ -4,13 +4,15 @@ them.
 """
 
 import contextlib
+import math
 import typing
-from collections.abc import Sequence
-from dataclasses import Field, field
+from collections.abc import Iterator, Sequence
+from dataclasses import Field, field, is_dataclass
 from typing import Any, Literal
 
-from .fault import Fault
-from .ranges import Range, range_of
+from .fault import Fault, suggest
+from .ranges import Interval, Range, Text, range_of
+from .registry import Names
 
 Changes = Literal["learning", "work", "learning and work", "held-out loss", "technique"]
 READS = ("data", "validation", "tasks", "tokenizer", "weights", "schedule")  # what files can be
@@ -93,7 +95,8 @@ def converted(kind: Any, value: Any) -> Any:
 def type_fault(key: str, kind: Any, value: Any, spec: Field[Any] | None) -> Fault:
     """Return the fault of a value that `converted` refuses. `spec` is the field of the key, if the schema has one."""
     help = f" ({spec.metadata['help']})" if spec else ""
-    return Fault(key, value, f"must be {wanted(kind, spec)}{help}")
+    whole = isinstance(value, float) and math.isfinite(value) and abs(value) < 2**53  # others have no neighbour
+    return Fault(key, value, f"must be {wanted(kind, spec)}{help}", (round(value),) if whole else ())
 
 
 def wanted(kind: Any, spec: Field[Any] | None) -> str:
@@ -107,3 +110,36 @@ def wanted(kind: Any, spec: Field[Any] | None) -> str:
     if plain is str and of:
         return of + " or null" * optional
     return KINDS.get(plain, "text") + (f", {'each ' * (plain is list)}{of}" if of else "") + " or null" * optional
+
+
+def value_faults(key: str, spec: Field[Any], value: Any) -> Iterator[Fault]:
+    """Yield a fault for each value outside the range or the choices of its key; a list or a table has several values."""
+    choices, range = spec.metadata["choices"], range_of(spec)
+    free = "Any" in str(spec.type) and spec.metadata["range"] is None  # a table whose values may be nested
+    for element in () if free else elements(value):
+        if isinstance(element, list | dict):
+            yield Fault(key, value, "must be a list of words, not of lists or tables")
+        elif choices and element not in choices:
+            yield not_a_choice(key, value, element, choices)
+        elif range and isinstance(element, str) is isinstance(range, Text) and (reason := range.objection(element)):
+            yield Fault(key, element, reason, range.nearest(element) if isinstance(range, Interval) else ())
+
+
+def not_a_choice(key: str, value: Any, element: Any, choices: Sequence[str]) -> Fault:
+    """Return the fault of a value that is, or that holds, a name that is not one of the choices."""
+    reason = "not one of the choices" if element is value else f"{element} is not one of the choices"
+    if isinstance(choices, Names) and not suggest(str(element), choices):
+        reason += "; one of your own needs train.imports=[ITS_MODULE]"
+    return Fault(key, value, reason, tuple(choices))
+
+
+def elements(value: Any) -> Iterator[Any]:
+    """Yield the values to which ranges and choices apply: a value, a list's elements, or a table's names and values."""
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            yield name
+            yield from elements(entry)
+    elif isinstance(value, list):
+        yield from value
+    elif value is not None and not is_dataclass(value):
+        yield value

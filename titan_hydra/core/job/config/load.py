@@ -5,16 +5,15 @@ import functools
 import hashlib
 import json
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .family import FAMILIES, family_named, unknown_family
 from .fault import Fault, as_typed, suggest
-from .field import Changes, converted, type_fault
+from .field import Changes, converted, not_a_choice, type_fault, value_faults
 from .field import key as described
 from .model import Model
 from .operation import Cluster, Metrics, Search, Validation
-from .ranges import Interval, Text, range_of
 from .registry import (
     ACTIVATION_CHECKPOINTS,
     ADAPTERS,
@@ -29,7 +28,6 @@ from .registry import (
     PIPELINE_SCHEDULES,
     SEARCHES,
     TRACKERS,
-    Names,
     Registry,
 )
 from .schema import (
@@ -228,7 +226,7 @@ def _wrong_part(section: Any, values: dict[str, Any], prefix: str) -> Fault | No
     choices = spec.metadata["choices"]
     if not choices or picked == "???" or not isinstance(values[pick], str) or values[pick] in choices:
         return None
-    return _not_a_choice(prefix + pick, picked, picked, choices)
+    return not_a_choice(prefix + pick, picked, picked, choices)
 
 
 def _as_written(config: Any, key: str) -> Any:
@@ -387,38 +385,12 @@ def values_are_what_the_schema_takes(job: Job) -> Iterator[Fault]:
     The user's modules, which can add choices, were imported when the job was typed.
     """
     for key, spec, value, section in leaves(job):
-        choices, range, only = spec.metadata["choices"], range_of(spec), spec.metadata["only"]
-        free = "Any" in str(spec.type) and spec.metadata["range"] is None  # a table whose values may be nested
-        for element in () if free else elements(value):
-            if isinstance(element, list | dict):
-                yield Fault(key, value, "must be a list of words, not of lists or tables")
-            elif choices and element not in choices:
-                yield _not_a_choice(key, value, element, choices)
-            elif range and isinstance(element, str) is isinstance(range, Text) and (reason := range.objection(element)):
-                yield Fault(key, element, reason, range.nearest(element) if isinstance(range, Interval) else ())
+        yield from value_faults(key, spec, value)
+        only = spec.metadata["only"]
         if only and section.name not in only and value != default_of(spec):
             group = key.rpartition(".")[0]
             chosen = group if "." not in group else f"{group}.name"
             yield Fault(key, value, f"{chosen}={section.name} does not read it; {' or '.join(only)} would")
-
-
-def _not_a_choice(key: str, value: Any, element: Any, choices: Sequence[str]) -> Fault:
-    reason = "not one of the choices" if element is value else f"{element} is not one of the choices"
-    if isinstance(choices, Names) and not suggest(str(element), choices):
-        reason += "; one of your own needs train.imports=[ITS_MODULE]"
-    return Fault(key, value, reason, tuple(choices))
-
-
-def elements(value: Any) -> Iterator[Any]:
-    """Yield the values to which ranges and choices apply: a value, a list's elements, or a table's names and values."""
-    if isinstance(value, dict):
-        for name, entry in value.items():
-            yield name
-            yield from elements(entry)
-    elif isinstance(value, list):
-        yield from value
-    elif value is not None and not dataclasses.is_dataclass(value):
-        yield value
 
 
 def _types(cls: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from titan_hydra.core.job.config.fault import Fault, fault_at, suggest
-from titan_hydra.core.job.config.load import elements
+from titan_hydra.core.job.config.field import elements
 from titan_hydra.core.job.config.ranges import PATH
 from titan_hydra.core.job.config.schema import Job
 
