@@ -233,6 +233,16 @@ def test_exports_that_cannot_be_are_refused_in_one_line(a_run, tmp_path):
     assert not (tmp_path / "hf").exists()
 
 
+def test_a_model_key_that_has_left_is_named_with_its_value(a_run, tmp_path):
+    _, run = a_run(tiny())
+    content = json.loads((run / "config.json").read_text())
+    content["model"]["of_former_days"] = 3
+    (run / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"config\.json: model\.of_former_days=3: .* wrote it") as refused:
+        convert.read_model_config(run)
+    assert str(refused.value).count("\n") == 0
+
+
 def test_a_damaged_checkpoint_is_named(a_run, tmp_path):
     _, run = a_run(tiny())
     part = next((run / "checkpoints").glob("*/__0_0.distcp"))

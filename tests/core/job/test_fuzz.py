@@ -10,6 +10,7 @@ import pytest
 
 from tests.core.job import corpus
 from titan_hydra.core.job.config import from_dict, identity, read, to_dict
+from titan_hydra.core.job.config.load import give_types
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.rules.checks import check, warnings
@@ -35,7 +36,9 @@ def verdict(overrides):
         return list(map(str, faults))
     job = freeze(job)
     if not (faults := check(job)):
-        assert from_dict(Job, json.loads(json.dumps(to_dict(job)))) == job and identity(job)
+        frozen = json.loads(json.dumps(to_dict(job)))
+        assert from_dict(Job, frozen) == job and identity(job)
+        assert not list(give_types(Job, frozen, "", needed=False))  # which would refuse the run at its start
         list(warnings(job))
     return list(map(str, faults))
 

@@ -1,6 +1,7 @@
 """Test the batch script: what it requests from SLURM, the environment of its ranks, and how it ends."""
 
 import os
+import re
 import subprocess
 
 import pytest
@@ -15,6 +16,14 @@ from .test_submit import cell, script
 def test_a_packed_jobs_script_has_time_for_the_repeated_baseline(tmp_path):
     text = script(*(cell(tmp_path, f"seed={seed}", "launch.packed=true") for seed in range(2)))
     assert "#SBATCH --time=90" in text.splitlines()
+
+
+def test_the_comments_above_the_scripts_functions_are_whole_sentences(tmp_path):
+    text = script(cell(tmp_path, "gpus=8")).partition("# command\n")[2]
+    blocks = re.findall(r"(?:^# .*\n)+", text, re.M)
+    assert len(blocks) > 10
+    cut = [block for block in blocks if not block.endswith(".\n") or re.search(r"\$\d [a-z]+\n", block)]
+    assert not cut, cut
 
 
 def test_the_batch_script_says_what_the_site_file_says(tmp_path):

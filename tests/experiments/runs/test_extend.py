@@ -15,7 +15,7 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint.convert import Reader
 from titan_hydra.core.job.config import Job, from_dict, identity, to_dict
 from titan_hydra.core.job.rules.checks import check
-from titan_hydra.core.train.worker import load_job
+from titan_hydra.core.job.run.frozen import load_job
 from titan_hydra.experiments.compose.change import change
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.launch import show

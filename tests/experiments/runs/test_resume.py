@@ -12,8 +12,8 @@ from titan_hydra.core.job.config import identity, to_dict
 from titan_hydra.core.job.config.load import changes_of, known_keys
 from titan_hydra.core.job.config.relayout import KEYS, SECTIONS
 from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.frozen import load_job
 from titan_hydra.core.job.run.run import newest_attempt
-from titan_hydra.core.train.worker import load_job
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.launch.layouts import relaid
 from titan_hydra.experiments.runs import rundir
@@ -232,6 +232,45 @@ def test_only_the_layout_may_differ_from_what_the_hash_says(a_run):
         load_job(directory)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "end"),
+    [
+        ("launch.require_card", True, "delete it from this file"),
+        ("cluster.of_former_days", {"a": 1}, "delete it from this file"),
+        ("notebook", "yes", "delete it from this file"),
+        ("checkpoint.initial_hf", "/weights", "delete it from this file"),
+        ("optimizer.name", "former", "in env.json)"),
+        ("model.family", "former", "in env.json)"),
+    ],
+)
+def test_each_key_or_option_that_has_left_is_answered_in_a_line(a_run, capsys, key, value, end):
+    directory = a_run()
+    for file in (layout.CONFIG, layout.FIRST_CONFIG):
+        layout.FIRST_CONFIG.write(directory, layout.CONFIG.read(directory))
+        content = good = file.read(directory)
+        *above, last = key.split(".")
+        content = json.loads(json.dumps(good))
+        (content[above[0]] if above else content).update({last: value, "former": 2} if above else {last: value})
+        file.write(directory, content)
+        for words in ((), ("gpus=2",), ("steps=24",)):
+            assert cli.main(["resume", str(directory), *words]) == 2
+            lines = capsys.readouterr().err.splitlines()
+            wrong = [line for line in lines if f"{file.name}: {key}=" in line]
+            assert len(wrong) == 1 and wrong[0].endswith(end), lines
+            assert all(line.startswith(str(directory)) for line in lines)
+        file.write(directory, good)
+    assert load_job(directory)
+
+
+def test_a_section_that_is_missing_is_named(a_run):
+    directory = a_run()
+    content = layout.CONFIG.read(directory)
+    del content["profiling"]
+    layout.CONFIG.write(directory, content)
+    with pytest.raises(ConfigError, match=r"config\.json: profiling=null: .*in env\.json"):
+        load_job(directory)
+
+
 def test_a_wrong_first_configuration_is_named_and_the_line_mends_it(a_run):
     directory = a_run()
     first = load_job(directory)
@@ -239,7 +278,7 @@ def test_a_wrong_first_configuration_is_named_and_the_line_mends_it(a_run):
     layout.CONFIG.write(directory, to_dict(relaid(first, ["gpus=2", "ac=full"])))
     for wrong in (good | {"data": good["data"] | {"local_batch": 5}}, good | {"gpus": None}, {"model": {}}, None):
         layout.FIRST_CONFIG.of(directory).write_text("" if wrong is None else json.dumps(wrong))
-        with pytest.raises(ConfigError, match=r"config_first\.json: its hash is"):
+        with pytest.raises(ConfigError, match=r"config_first\.json: .*was changed"):
             load_job(directory)
         number = newest_attempt(directory)
         rundir.end_attempt(layout.ATTEMPT.of(directory, number))

@@ -28,6 +28,7 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.data.facts import Facts
 from titan_hydra.core.job.config import from_dict, to_dict
 from titan_hydra.core.job.config.family import family_of
+from titan_hydra.core.job.config.load import give_types
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.config.schema import Parametrization
 from titan_hydra.core.job.config.user_code import require_user_modules
@@ -150,7 +151,10 @@ def read_model_config(checkpoint: Path, config_file: Path | None = None) -> Mode
         require_user_modules(content.get("train", {}).get("imports", []))
         return from_dict(Model, content["model"])
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"{file}: not the config.json of a run ({error})") from error
+        model = content.get("model")
+        faults = give_types(Model, dict(model), "model.", needed=False) if isinstance(model, dict) else ()
+        lines = [f"{file}: {fault}; the version of titan_hydra that wrote it reads these weights" for fault in faults]
+        raise ConfigError("\n".join(lines) or f"{file}: not the config.json of a run ({error})") from error
 
 
 def rules_of_weights(checkpoint: Path, config_file: Path | None = None) -> Rules | None:

@@ -27,16 +27,16 @@ from typing import TYPE_CHECKING, Any
 
 from titan_hydra.core.base.errors import LAST_WORDS, ConfigError, Exit, RunError, Stopped, Unhealthy
 from titan_hydra.core.base.threads import cores
-from titan_hydra.core.job.config import Job, from_dict, identity
+from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.files import write_json, write_text
-from titan_hydra.core.job.config.relayout import with_layout_of
 from titan_hydra.core.job.config.user_code import digest_of_code, edited_sources
 from titan_hydra.core.job.ranks import processes
 from titan_hydra.core.job.run import inputs, layout
 from titan_hydra.core.job.run.failure import describe
+from titan_hydra.core.job.run.frozen import load_job
 from titan_hydra.core.job.run.layout import runs_of
 from titan_hydra.core.job.run.records import this_process
-from titan_hydra.core.job.run.run import Run, folders_of, group_at, hash_of, newest_attempt
+from titan_hydra.core.job.run.run import Run, folders_of, group_at, newest_attempt
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -269,54 +269,6 @@ def _group_of(job: Job, place: Place, folder: Path) -> tuple[int, Place]:
     if place.job:
         return replica, place
     return place.rank // size, replace(place, rank=place.rank % size, ranks=size)
-
-
-def load_job(directory: Path) -> Job:
-    """Read config.json. Raises ConfigError if its hash, computed with the layout of the first attempt, differs from the
-    hash in the directory's name; then the file was edited, or another version has written it.
-    """
-    file = layout.CONFIG.of(directory)
-    content = layout.CONFIG.read(directory)
-    if not content:
-        raise ConfigError(f"{file}: no such file, or not JSON")
-    try:
-        job = from_dict(Job, content)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{file}: written by another version of titan_hydra ({error})") from error
-    expected = hash_of(directory)
-    # this file exists if the run's layout has changed (`titan resume`, `elastic`)
-    first = layout.FIRST_CONFIG.read(directory)
-    found = _hash_of_content(content, first)
-    if found != expected:
-        file, found = _changed_file(directory, content, found, expected)
-        raise ConfigError(
-            f"{file}: its hash is {found}, and the directory's is {expected}: it was changed after it was submitted, or "
-            "another version of titan_hydra has written it; the command line that started the run writes it anew"
-        )
-    return job
-
-
-def _changed_file(directory: Path, content: dict[str, Any], found: str, expected: str) -> tuple[Path, str]:
-    """Return which of a run's configurations has a wrong hash, and that hash: the first attempt's, one of the layouts of
-    an elastic run, from which its batch script has copied config.json, or config.json itself.
-    """
-    first = layout.FIRST_CONFIG.of(directory)
-    if first.exists() and (own := _hash_of_content(layout.FIRST_CONFIG.read(directory))) != expected:
-        return first, own
-    for number, one in layout.LAYOUT.read_all(directory).items():
-        if one == content:
-            return layout.LAYOUT.of(directory, number), found
-    return layout.CONFIG.of(directory), found
-
-
-def _hash_of_content(content: dict[str, Any], first: dict[str, Any] | None = None) -> str:
-    """Return the hash of a configuration as config.json has it, with the layout of `first` if that is given; "unknown" if
-    one of the two is damaged.
-    """
-    try:
-        return identity(from_dict(Job, with_layout_of(content, first) if first else content))
-    except (KeyError, TypeError, ValueError):
-        return "unknown"
 
 
 def _check_claim(attempt: Path, place: Place) -> str:

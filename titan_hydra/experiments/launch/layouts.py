@@ -14,6 +14,7 @@ from titan_hydra.core.job.config.relayout import KEYS, SECTIONS, with_layout_of
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.frozen import frozen_job
 from titan_hydra.core.job.run.run import hash_of
 from titan_hydra.core.job.run.stretches import layout_in_words, values_of_layout
 from titan_hydra.experiments.compose.change import change
@@ -134,15 +135,15 @@ def kept_layouts(directory: Path) -> tuple[Job, ...]:
     """
     first, found = layout.FIRST_CONFIG.read(directory), []
     for nodes, content in sorted(layout.LAYOUT.read_all(directory).items(), reverse=True):
+        file = layout.LAYOUT.of(directory, nodes)
+        job = frozen_job(content, file, directory)
         try:
-            job = from_dict(Job, content)
             same = identity(from_dict(Job, with_layout_of(content, first or content))) == hash_of(directory)
             reason = "" if same and nodes_of(job) == nodes else "it is not of this run"
             reason = reason or "; ".join(map(str, check(job)))
         except (KeyError, TypeError, ValueError) as error:
             reason = f"it cannot be read ({error})"
         if reason:
-            file = layout.LAYOUT.of(directory, nodes)
             raise ConfigError(
                 f"{file}: was changed after it was submitted: {reason}; the command line that started the run writes it anew"
             )

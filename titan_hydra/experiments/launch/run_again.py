@@ -17,7 +17,7 @@ from titan_hydra.core.job.config.fault import quoted
 from titan_hydra.core.job.config.operation import Launch, Paths
 from titan_hydra.core.job.config.user_code import edited_sources
 from titan_hydra.core.job.run import inputs, layout
-from titan_hydra.core.train.worker import load_job
+from titan_hydra.core.job.run.frozen import load_job
 from titan_hydra.experiments.launch import dispatch
 from titan_hydra.experiments.launch.cell import Cell, without_proof
 from titan_hydra.experiments.launch.layouts import kept_layouts

@@ -12,7 +12,7 @@ from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.job.config.fault import fault_at
 from titan_hydra.core.job.config.operation import Launch, Paths, Sweep
 from titan_hydra.core.job.run import checkpoints, inputs
-from titan_hydra.core.train.worker import load_job
+from titan_hydra.core.job.run.frozen import load_job
 from titan_hydra.experiments.compose.change import change
 from titan_hydra.experiments.launch import dispatch
 from titan_hydra.experiments.launch.cell import Cell

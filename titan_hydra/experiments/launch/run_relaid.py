@@ -12,7 +12,7 @@ from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.job.config.operation import Launch, Paths
 from titan_hydra.core.job.config.user_code import edited_sources
 from titan_hydra.core.job.run import checkpoints, inputs, layout
-from titan_hydra.core.train.worker import load_job
+from titan_hydra.core.job.run.frozen import load_job
 from titan_hydra.experiments.launch import dispatch
 from titan_hydra.experiments.launch.cell import Cell
 from titan_hydra.experiments.launch.layouts import checked_layouts, in_words, keep_first, relaid, with_one_layout

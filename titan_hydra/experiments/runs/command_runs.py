@@ -16,8 +16,8 @@ from titan_hydra.core.base.errors import ConfigError, Exit, RunError
 from titan_hydra.core.base.text import to_json
 from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.run import checkpoints, layout
+from titan_hydra.core.job.run.frozen import load_job
 from titan_hydra.core.job.run.run import newest_attempt
-from titan_hydra.core.train.worker import load_job
 from titan_hydra.experiments.runs import find, needs, packing, proofs, rundir
 from titan_hydra.experiments.runs.command_stop import asked
 from titan_hydra.experiments.runs.needs import Going, bytes_of

@@ -16,9 +16,9 @@ from titan_hydra.core.base.errors import ConfigError, Exit, RunError
 from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.config.registry import TRACKERS
 from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.frozen import load_job
 from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.train.observe import trackers
-from titan_hydra.core.train.worker import load_job
 from titan_hydra.experiments.compose.change import change
 from titan_hydra.experiments.runs import rundir
 from titan_hydra.experiments.runs.find import Selection

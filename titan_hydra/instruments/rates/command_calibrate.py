@@ -17,7 +17,7 @@ from titan_hydra.core.job.config.files import CONF, write_text
 from titan_hydra.core.job.config.operation import Hardware
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.code import import_modules
-from titan_hydra.core.train.worker import load_job
+from titan_hydra.core.job.run.frozen import load_job
 from titan_hydra.experiments.plan.command_plan import add_job, device_counting, planned_job
 from titan_hydra.experiments.runs.find import RunCell
 from titan_hydra.experiments.runs.view import add_runs, choose

@@ -12,11 +12,11 @@ from typing import Any
 import yaml
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.config.load import from_dict
 from titan_hydra.core.job.config.operation import Hardware
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.code import import_modules
+from titan_hydra.core.job.run.frozen import frozen_job
 from titan_hydra.experiments.plan.predict import Prediction, predict
 from titan_hydra.experiments.plan.shape import NotPredictable
 from titan_hydra.experiments.report.table import Report
@@ -84,8 +84,6 @@ def job_of_run(directory: Path) -> Job:
         raise NotPredictable(f"{directory.name} has no config.json that can be read")
     try:
         import_modules(directory)
-        return from_dict(Job, content)
+        return frozen_job(content, layout.CONFIG.of(directory), directory)
     except ConfigError as error:
-        raise NotPredictable(str(error)) from error
-    except (KeyError, TypeError) as error:
-        raise NotPredictable(f"{directory.name} was written by another version of titan_hydra") from error
+        raise NotPredictable(str(error).splitlines()[0]) from error

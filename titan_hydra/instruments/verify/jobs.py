@@ -24,7 +24,7 @@ from titan_hydra.core.job.ranks import DEGREES, world_size
 from titan_hydra.core.job.rules import checks
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.code import describe_code, import_modules, versions
-from titan_hydra.core.train.worker import load_job
+from titan_hydra.core.job.run.frozen import load_job
 from titan_hydra.experiments.compose.compose import compose_cells
 from titan_hydra.experiments.plan import predict
 from titan_hydra.experiments.plan.shape import NotPredictable

@@ -23,9 +23,10 @@ from typing import Any, cast
 from titan_hydra.core.base.errors import ConfigError, Exit, RunError, Unhealthy, denied
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.failure import STOPPED
+from titan_hydra.core.job.run.frozen import load_job
 from titan_hydra.core.job.run.records import this_process
 from titan_hydra.core.job.run.run import newest_attempt
-from titan_hydra.core.train.worker import load_job, until_seen
+from titan_hydra.core.train.worker import until_seen
 from titan_hydra.experiments.runs import rundir
 
 from .keys import KubernetesCluster

@@ -47,6 +47,7 @@ NAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "switches": "REQ_SWITCH"}
 # The script's variable `job` cannot simply be SLURM_JOB_ID: for one of an array's tasks, SLURM_JOB_ID is the number of
 # the whole array, and requeuing this number would requeue all tasks, even finished ones.
 BODY = """
+# `job` is this job's id, as scontrol takes it. `attempt` is the folder of the attempt that runs, `rc` the exit status of its ranks.
 unset -f ls grep cat cp sed sort tail head rm mv mkdir xargs sleep date hostname id  # functions that the user's shell exports
 job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}" job="${{job:-$SLURM_JOB_ID}}"
 refuse() {{ echo "$(date +%T) $(hostname): $1; nothing is started"; }}
@@ -70,7 +71,7 @@ claim() {{
 }}
 END
 }}
-# $1 run directory, $2 its attempt at submission. Sets `attempt` to the folder of the attempt that this start of the job owns.
+# Sets `attempt` to the folder of the attempt that this start of the job owns. $1 run directory, $2 its attempt at submission.
 own_attempt() {{
     local all="$1/attempts" mine="$1/attempts/.job-$job" tries=0 newest
     until [ -e "$all/$2/attempt.json" ]; do
@@ -96,9 +97,10 @@ own_failure() {{
         grep -qs '"secondary": true' "$attempt"/rank_*.json || grep -oE 'Exited with exit code [0-9]+' "$attempt/job.log"
     }} | grep -oE '[0-9]+' | grep -vxE '0|75' | head -n 1
 }}
-# Whether a signal ended srun itself, as that of a kernel without memory does: srun has reported no rank that ended.
+# Whether a signal ended srun itself, as the kernel's does when memory is short: then srun has reported no rank that ended.
 srun_was_killed() {{ [ "$rc" -gt 128 ] && [ "$rc" -lt 160 ] && ! grep -qE 'srun: error: \\S+: tasks? [0-9]' "$attempt/job.log"; }}
-# $1 the nodes of each layout, $2 their ranks, $3 run directory. Sets `nodes`, `ranks` and, if nodes stay idle, srun's `place`.
+# Chooses the largest layout that fits on the job's nodes. Sets `nodes`, `ranks` and, if nodes stay idle, srun's option `place`.
+# $1 the nodes of each layout, $2 their ranks, $3 run directory.
 take_layout() {{
     local sizes counts hosts number error
     IFS=, read -ra sizes <<<"$1"; IFS=, read -ra counts <<<"$2"
@@ -115,13 +117,14 @@ take_layout() {{
     rm -f "$3/.config"
     refuse "$3/config.json is not written: $error" | tee -a "$attempt/job.log"
     rc={unhealthy}
-    ! grep -qiE 'no space|quota' <<<"$error" || rc={config}  # on every node
+    ! grep -qiE 'no space|quota' <<<"$error" || rc={config}  # which every node would meet
     echo "$rc" >"$attempt/exit"  # without it, the script would seem to be killed
     return "$rc"
 }}
-# Asks the ranks to stop once enough nodes are free for a larger layout, for the requeued job. $1 the nodes of each layout, $2 run
-# SLURM's answer does not count the job's own nodes, so that a limit on a user's nodes may refuse what it calls free. So each attempt
-# keeps in `growth` the seconds between its checks and, if it asked to grow, the nodes of its layout; they double after a vain request.
+# Asks the ranks to stop once enough nodes are free for a larger layout; the requeued job then takes it. SLURM's answer does not count
+# the job's own nodes, so a limit on a user's nodes may still refuse nodes that the answer calls free. Therefore each attempt keeps in
+# its file `growth` the seconds between its checks and, if it asked to grow, the nodes of its layout; after a request that brought no
+# larger layout, the seconds double. $1 the nodes of each layout, $2 run directory.
 grow() {{
     local size next=0 answer start before="${{attempt%/*}}/$((${{attempt##*/}} - 1))" seconds= had=
     trap 'kill $!' TERM
@@ -151,15 +154,16 @@ grow() {{
         echo "$seconds" >"$attempt/growth"
     done
 }}
-# Prints how many attempts of this job were ended to grow.
+# Prints how many attempts of this job were stopped so that it could grow.
 growths() {{
     local file
     for file in "${{attempt%/*}}"/*/growth; do
         [ "$(cat "${{file%/*}}/job" 2>/dev/null)" != "$job" ] || grep ' ' "$file"
     done | wc -l
 }}
-# $1 the nodes of each layout, $2 their ranks, $3 run directory, $4 its attempt at submission. Returns the ranks' status.
-# A rank that leaves takes the others along; the ranks' own words are in rank_<r>.log, what srun and they say before that in job.log.
+# Runs one line of the list, and returns the exit status of its ranks. A rank that fails takes the others along. What a rank prints is
+# in rank_<r>.log; what srun prints, and a rank before it has opened its log, is in job.log.
+# $1 the nodes of each layout, $2 their ranks, $3 run directory, $4 its attempt at submission.
 run_cell() {{
     own_attempt "$3" "$4" && take_layout "$1" "$2" "$3" || return
     {watch}
@@ -170,28 +174,29 @@ run_cell() {{
     [ -z "$watcher" ] || kill "$watcher" 2>/dev/null
     lost=0
     if [ "$rc" != 0 ] && grep -qsx agreed "$attempt/stopped"; then
-        rc=75  # all had agreed to stop and saved, however they ended then
+        rc=75  # all ranks had agreed to stop and have saved, whatever ended them after that
     elif [[ $rc =~ ^(75|140|143)$ ]] || grep -qsx blocked "$attempt/stopped"; then
-        rc="$(own_failure)" rc="${{rc:-75}}"  # asked to stop before training, by a signal that Python may not have seen yet, or in a step
+        rc="$(own_failure)" rc="${{rc:-75}}"  # asked to stop before training or in a step; a signal may come before Python handles it
     elif {{ grep -q 'Timed out waiting for job step to complete' "$attempt/job.log" || srun_was_killed; }} && [ -z "$(own_failure)" ]; then
-        rc={unhealthy} lost={lost_nodes}  # ranks of a node do not answer, and SLURM notices after its SlurmdTimeout; or srun is gone
+        rc={unhealthy} lost={lost_nodes}  # ranks of a node do not answer, which SLURM notices only after SlurmdTimeout; or srun is gone
     elif [ "$rc" -gt 128 ]; then
-        own="$(own_failure)" rc="${{own:-$rc}}"  # a rank that was killed with the failed one, in a wait, has the larger status
+        own="$(own_failure)" rc="${{own:-$rc}}"  # srun returns the largest status, that of a rank killed after the failed one
     fi
     echo "$rc" >"$attempt/exit"
     return "$rc"
 }}
-# The ranks were asked to stop: go on later, unless somebody has cancelled the job, or it has been so too often. Requeues to grow do not
-# count.
+# Requeues the job, whose ranks were asked to stop or are to be started again, unless somebody has cancelled it or it was requeued
+# {max_requeues} times already. Requeues to grow do not count.
 requeue() {{
     [ ! -e "$attempt/cancelled" ] || return
     scontrol show job "$job" | grep -q JobState=RUNNING || return
     if [ "$((${{SLURM_RESTART_COUNT:-0}} - $(growths)))" -ge {max_requeues} ]; then : >"$attempt/requeues_spent"; return; fi
     scontrol requeue "$job" && sleep 300
 }}
-# Whether the ranks are started again after their failure, $rc, as a replica group is, or after the loss of a node: not if it is one of
-# their configuration, and not once too often. $1 run directory, $2 its attempt at submission, $3 how often they may be started again.
-# After lost nodes, only failures count that came after the attempt that made the farthest step: a run of weeks may lose many nodes.
+# Whether the ranks are started again after they failed with status $rc: those of a replica group are, and those that lost a node, but
+# none after a fault of the configuration, and none more often than allowed. After a lost node, only the failures count that came after
+# the attempt that made the farthest step, as a run of weeks may lose many nodes.
+# $1 run directory, $2 its attempt at submission, $3 how often its ranks may be started again.
 restarts() {{
     local number step deaths=0 stuck=0 far=0
     [ "$3" -gt 0 ] || [ "${{lost:-0}}" -gt 0 ] && [ "$rc" != 0 ] && [ "$rc" != {config} ] && [ -e "$attempt/exit" ] || return
