@@ -58,6 +58,8 @@ QUICK_LAYOUTS = (
 # each of them the default suite has a shorter, similar test. equivalence/cover.py chooses the matrix's long cases.
 LONG = (
     "test_transcripts.py::test_the_readme_shows",
+    "recipes/transformers/test_transformers.py::test_every_family_has_transformers_gradients",
+    "recipes/transformers/test_transformers.py::test_a_folder_is_read_and_written_in_its_own_format[qwen3]",
     "test_transcripts.py::test_the_quickstart_shows",
     "slurm/test_tutorial.py",
     "core/checkpoint/test_reshard.py",

@@ -29,7 +29,7 @@ ALLOWED = {  # the rooms of the four wings, and which others each may import, an
     "experiments/plan": CORE | {"experiments/compose", "experiments/runs", "experiments/report"},
     "experiments/launch": CORE | EXPERIMENTS,
     **{f"instruments/{name}": CORE | EXPERIMENTS for name in ("rates", "scaling", "search", "verify")},
-    **{f"recipes/{name}": CORE | EXPERIMENTS for name in ("chat", "flux")},
+    **{f"recipes/{name}": CORE | EXPERIMENTS for name in ("chat", "flux", "transformers")},
     **{f"recipes/{name}": CORE | EXPERIMENTS | {"recipes/chat"} for name in ("image_text", "policy")},
 }
 # an instrument or a recipe may have been deleted

@@ -352,3 +352,12 @@ def process_of(job: LocalJob[Any]) -> subprocess.Popen[bytes]:
 def options_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Return the arguments of a parser, for shell completion."""
     return parser._actions
+
+
+def initialize_part(model: Any, part: Any, buffers_alone: bool = False) -> None:
+    """Let a model of Hugging Face's library initialize one of its modules. With `buffers_alone`, parameters stay as they
+    are.
+    """
+    for parameter in part.parameters(recurse=False) if buffers_alone else ():
+        parameter._is_hf_initialized = True
+    model._init_weights(part)

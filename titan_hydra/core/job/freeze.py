@@ -3,6 +3,7 @@
 import copy
 import math
 
+from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.registry import DATA_SOURCES, EXECUTORS
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.config.source import DigestedSource
@@ -15,11 +16,13 @@ from .ranks import DEGREES, data_parallel, devices_here, runs_here
 
 def freeze(job: Job) -> Job:
     """Return a copy of a job with every derived value filled in: ranks, the degree given as -1, the global batch, the
-    digests of the user's modules and of rollouts.
+    digests of the user's modules and of rollouts, what a model's files say.
 
     Values that do not divide evenly are left as they are; `check` reports them.
     """
     job = copy.deepcopy(job)
+    if fill := family_of(job.model).fill:
+        job.model = fill(job.model)
     if job.train.imports and job.train.sources is None:
         job.train.sources = digest(job.train.imports)
     for source in data_sources(job.data).values():

@@ -67,7 +67,7 @@ def scale_forward(model: nn.Module, config: Model, rules: Rules) -> None:
     places = (
         ("output_scale", rules.output, [model]),
         ("branch_scale", rules.branch, blocks),
-        ("query_scale", rules.attention, [block.attention for block in blocks]),
+        ("query_scale", rules.attention, [block.attention for block in blocks] if rules.attention != 1 else []),
     )
     for attribute, scale, modules in places:
         for module in modules if scale != 1 else ():

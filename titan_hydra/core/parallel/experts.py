@@ -44,8 +44,8 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 
 
 def sparse_layers(module: nn.Module) -> list[Any]:
-    """Return the feed-forwards that have experts, of a model, a stage or a block, in running order."""
-    return [part for part in module.modules() if hasattr(part, "router")]
+    """Return the feed-forwards with this package's experts, of a model, a stage or a block, in running order."""
+    return [part for part in module.modules() if hasattr(part, "router") and hasattr(part, "exchange")]
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,7 @@ def _small_model(job: Job, small: Job) -> None:
     model.n_layers = max(stage_count(small) if layout.pp > 1 else 2, getattr(model, "first_k_dense_replace", 0) + 1)
     model.vocab_size -= 1 if job.model.vocab_size % job.parallelism.tp else 0
     model.attention = "auto"
+    model.reduce()
 
 
 def _beside_training(small: Job) -> Job:

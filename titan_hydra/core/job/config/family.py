@@ -5,7 +5,7 @@ The package's own families are folders of titan_hydra/core/models. They register
 the families of a user's module (`train.imports`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,6 +174,10 @@ class Family:
     # None: parametrization=mup is refused
     role: Callable[[str], str] | None = None
     takes: str = "tokens"  # the input of the model: tokens or latents
+    # (config) -> the config with the keys that a file says filled in; raises ConfigError. None: all keys are typed
+    fill: Callable[[Any], Any] | None = None
+    # (Job) -> faults: what the family cannot be combined with
+    faults: Callable[[Any], Iterable[Fault]] = lambda job: ()
     pipeline: bool = True  # whether a stage passes only one tensor to the next; False: pipeline parallelism is refused
 
     def part(self, name: str) -> Any:

@@ -84,6 +84,9 @@ class Model:
         others = ("name", "family", "max_seq_len", "attention")
         return {**vars(self), "head_dim": self.head_width, "ffn_dim": self.ffn_width} | dict.fromkeys(others)
 
+    def reduce(self) -> None:
+        """Reduce the sizes that other families do not have, in place, for proofs."""
+
     def faults(self) -> Iterator[Fault]:
         """Yield what is wrong with the family's own keys beyond their ranges."""
         yield from ()

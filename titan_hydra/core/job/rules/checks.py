@@ -136,8 +136,9 @@ def cells_belong_to_a_sweep(job: Job) -> Iterator[Fault]:
 
 @rule(VALUES)
 def family_takes_its_own_keys(job: Job) -> Iterator[Fault]:
-    """A family has rules for its own keys, beside their ranges."""
+    """A family has rules for its own keys, beside their ranges, and for what it can be combined with."""
     yield from job.model.faults()
+    yield from family_of(job.model).faults(job)
 
 
 VALUES.append(compile.compiler_is_one_that_torch_knows)

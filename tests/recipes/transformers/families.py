@@ -1,0 +1,127 @@
+"""Tiny models of transformers' families, and ranks that trace them. Imported by ranks, too."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from titan_hydra.core import data
+from titan_hydra.core.job.config import from_dict, to_dict
+from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.models.hf import hf_of
+from titan_hydra.core.train.objectives.language import IGNORED
+from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.instruments.verify.case import Case
+from titan_hydra.instruments.verify.processes import spawn_ranks
+from titan_hydra.instruments.verify.verify import trace, vary
+from titan_hydra.recipes.transformers.known import library_config
+
+SMALL = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+FAMILIES = {  # model_type: what its config.json has beside SMALL
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": EXPERTS,
+    "mistral": {"sliding_window": 8},
+    "mixtral": {"num_local_experts": 4},
+    "gemma2": WINDOWS | {"query_pre_attn_scalar": 16},
+    "gemma3_text": WINDOWS | {"query_pre_attn_scalar": 16},
+    "gpt_oss": WINDOWS | PLAIN_ROPE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {},
+    "glm4": {},
+    "olmo2": {},
+}
+JOB = (
+    "model=transformers",
+    "data=synthetic",
+    "data.seq_len=32",
+    "data.global_batch=8",
+    "precision=fp32",
+    "checkpoint=off",
+    "lr_scheduler.warmup_steps=0",
+    "steps=2",
+    "metrics.log_every=1",
+)
+CASE = Case("uneven mask and documents", 1, (), uneven_mask=True, documents=True)
+
+
+def folder_of(kind: str, root: Path, **changed) -> Path:
+    """Write a folder with the config.json of a tiny model."""
+    folder = root / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"model_type": kind} | SMALL | FAMILIES.get(kind, {}) | changed
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def traced(root: Path, ranks: int, jobs: dict[str, Job], case: Case = CASE) -> dict[str, dict]:
+    """Train jobs of so many ranks, and return by name what `trace` has found."""
+    spawn_ranks(ranks, _trace_all, str(root), [(name, case, to_dict(job)) for name, job in jobs.items()])
+    return {name: torch.load(root / f"{name}.pt") for name in jobs}
+
+
+def _trace_all(device, folder, jobs):
+    for name, case, config in jobs:
+        found = trace(from_dict(Job, config), device, case)
+        if dist.get_rank() == 0:
+            torch.save(dataclasses.asdict(found), f"{folder}/{name}.pt")
+
+
+def job(folder: Path, *overrides: str) -> Job:
+    return compose_job(*JOB, f"model.path={folder}", *overrides)
+
+
+def in_float64(job: Job, start: dict[str, torch.Tensor], case: Case = CASE) -> tuple[float, float, dict]:
+    """Return loss, gradient norm and gradients of the first step, from transformers' own code in one process, in float64
+    and with its plainest attention. `start` has our initial weights.
+    """
+    theirs = library_config(job.model)
+    theirs._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(theirs, dtype=torch.float64, attn_implementation="eager")
+    names = {name: hf_of(job.model).name(name) for name in start}
+    missing, unexpected = model.load_state_dict(
+        {names[name]: tensor.double() for name, tensor in start.items()}, strict=False
+    )
+    assert not unexpected
+    assert not set(missing) - {"lm_head.weight"}
+    model.tie_weights()
+    loader = data.build(job, 0, 1)
+    batch = vary(loader.next(), case, 1, job.data.global_batch, first=0)
+    loader.close()
+    model.train()
+    options = {"position_ids": batch["positions"]} if "positions" in batch.tensors else {}
+    logits = model(input_ids=batch["tokens"], use_cache=False, **options).logits
+    labels = batch["labels"].flatten()
+    loss = F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum") / (labels >= 0).sum()
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = {name: gradients[other] for name, other in names.items()}
+    return loss.item(), torch.stack([grad.square().sum() for grad in found.values()]).sum().sqrt().item(), found
+
+
+def differences(found: dict, expected: tuple[float, float, dict]) -> dict[str, float]:
+    """Return relative differences of a trace's first step: of loss, norm, and each gradient, largest first."""
+    loss, norm, gradients = expected
+    assert found["gradients"].keys() == gradients.keys()
+    own = {
+        name: ((found["gradients"][name].double() - right).norm() / right.norm().clamp(min=1e-12 * norm)).item()
+        for name, right in gradients.items()
+    }
+    own |= {"loss": abs(found["losses"][0] / loss - 1), "norm": abs(found["norms"][0] / norm - 1)}
+    return dict(sorted(own.items(), key=lambda item: -item[1]))

@@ -1,0 +1,209 @@
+"""Models of transformers train as in transformers' own single process in float64, keep their format, and are refused where
+a layout cannot keep them.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.recipes.transformers.families import FAMILIES, differences, folder_of, in_float64, job, traced
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.checkpoint.convert import export_hf
+from titan_hydra.core.job.config import identity, to_dict
+from titan_hydra.core.job.run.checkpoints import newest
+from titan_hydra.core.models import build
+from titan_hydra.core.models.init import init_weights
+from titan_hydra.core.parallel import loss_head
+
+QUICK = ("gemma3_text", "gpt_oss")  # windows, two kinds of positions; experts, sinks, biases
+ONE = ("parallelism=single", "data.local_batch=8")
+LAYOUTS = {  # by the number of ranks
+    1: {"single": ONE},
+    2: {
+        "fsdp 2": ("parallelism=fsdp", "data.local_batch=4"),
+        "ddp 2, accumulation, ac": ("parallelism=ddp", "data.local_batch=2", "ac=full"),
+    },
+    4: {"hsdp 4": ("parallelism=hsdp", "data.local_batch=2")},
+}
+HALF = ("precision=bf16", "ac=op")  # beside each layout of two ranks, for another family each
+CHUNKS = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")
+
+
+def found_by(kinds, root, ranks):
+    """Trace some families on all layouts of so many ranks, each family in bf16 too."""
+    jobs = {}
+    for kind in kinds:
+        folder = folder_of(kind, root)
+        for name, words in LAYOUTS[ranks].items():
+            jobs[f"{kind}, {name}"] = job(folder, f"gpus={ranks}", *words)
+        if ranks == 2:
+            chunks = CHUNKS if kind != "gemma2" else ()
+            jobs[f"{kind}, bf16"] = job(folder, "gpus=2", *LAYOUTS[2]["fsdp 2"], *HALF, *chunks)
+    return traced(root, ranks, jobs)
+
+
+def assert_learns_what_transformers_learns(kinds, root, layouts):
+    alone = found_by(kinds, root, 1)
+    expected = {kind: in_float64(job(folder_of(kind, root), *ONE), alone[f"{kind}, single"]["start"]) for kind in kinds}
+    for ranks in layouts:
+        for name, found in (alone if ranks == 1 else found_by(kinds, root, ranks)).items():
+            kind, own = name.split(",")[0], differences(found, expected[name.split(",")[0]])
+            worst, loss, norm = next(iter(own.items())), own["loss"], own["norm"]
+            start = alone[f"{kind}, single"]["start"]
+            assert all(torch.equal(start[name], value) for name, value in found["start"].items()), name
+            assert (found["drift"], found["rounded"]) == (0, 0), name
+            bounds = (5e-2, 2e-4, 5e-3) if "bf16" in name else (1e-5, 1e-6, 1e-6)
+            assert (worst[1] <= bounds[0], loss <= bounds[1], norm <= bounds[2]) == (True,) * 3, (
+                name,
+                worst,
+                loss,
+                norm,
+            )
+            later = alone[f"{kind}, single"]["losses"]  # the second step, after an update
+            assert found["losses"] == pytest.approx(later, rel=2e-4 if "bf16" in name else 1e-6), name
+
+
+def test_gradients_are_those_of_transformers_in_float64(tmp_path):
+    assert_learns_what_transformers_learns(QUICK, tmp_path, (1, 2))
+
+
+def test_every_family_has_transformers_gradients(tmp_path):
+    assert_learns_what_transformers_learns(FAMILIES, tmp_path, LAYOUTS)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3"])
+def test_a_folder_is_read_and_written_in_its_own_format(kind, tmp_path, run_job):
+    """A run starts from the folder's weights, continues on another layout, and its export is what transformers loads."""
+    folder = folder_of(kind, tmp_path)
+    model = AutoModelForCausalLM.from_config(library_of(folder), dtype=torch.float32)
+    model.save_pretrained(folder)
+    words = (f"checkpoint.initial_load_path={folder}", "checkpoint=sync", "steps=4", "checkpoint.interval=2")
+    first = job(folder, *words, *ONE, "optimizer.lr=0")
+    directory = run_job(first)
+    export_hf(newest(directory / "checkpoints"), tmp_path / "same", torch.float32)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "same", dtype=torch.float32)
+    tokens = torch.arange(40).view(2, 20)
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    ours, theirs = (json.loads((place / "config.json").read_text()) for place in (tmp_path / "same", folder))
+    assert {name: ours.get(name) for name in ours.keys() & theirs.keys()} == {
+        name: theirs[name] for name in ours.keys() & theirs.keys()
+    } | {name: ours[name] for name in ("torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id") if name in theirs}
+    halves = run_job(job(folder, *words, *ONE))
+    whole = run_job.losses(halves)
+    relaid = job(folder, *words, "gpus=2", "parallelism=fsdp", "data.local_batch=4")
+    target = tmp_path / "relaid"
+    (target / "checkpoints").mkdir(parents=True)
+    (halves / "checkpoints" / "step-00000002").rename(target / "checkpoints" / "step-00000002")
+    continued = run_job.losses(run_job(relaid, target))
+    assert {step: loss for step, loss in continued.items() if step > 2} == pytest.approx(
+        {step: loss for step, loss in whole.items() if step > 2}, rel=1e-6
+    )
+
+
+def library_of(folder):
+    from titan_hydra.recipes.transformers.known import library_config
+
+    return library_config(job(folder, *ONE).model)
+
+
+def test_initial_weights_have_transformers_distributions(tmp_path):
+    """Linears and embeddings have the standard deviation of config.json; gemma's norms begin at 0, as they add 1."""
+    config = job(folder_of("gemma3_text", tmp_path, initializer_range=0.1), *ONE).model
+    with torch.device("meta"):
+        model = build(config, 32)
+    model.to_empty(device="cpu")
+    init_weights(model, config, seed=1)
+    weights = dict(model.named_parameters())
+    assert weights["tok_embeddings.weight"].std().item() == pytest.approx(0.1, rel=0.02)
+    assert weights["layers.0.mlp.gate_proj.weight"].std().item() == pytest.approx(0.1, rel=0.05)
+    assert weights["norm.weight"].abs().max() == 0
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+
+
+def test_the_frozen_job_does_not_need_the_folder(tmp_path):
+    """What a config.json says is in the run; the folder's name, a token's id and the library's version are not."""
+    folder = folder_of("llama", tmp_path)
+    first = job(folder, *ONE)
+    other = folder_of("llama", tmp_path / "other", eos_token_id=5, transformers_version="9", torch_dtype="bfloat16")
+    assert identity(job(other, *ONE)) == identity(first)
+    assert identity(job(folder_of("llama", tmp_path, rms_norm_eps=1e-3), *ONE)) != identity(first)
+    (folder / "config.json").unlink()
+    with torch.device("meta"):
+        assert len(build(first.model, 32).layers) == 2
+    assert (first.model.n_kv_heads, first.model.vocab_size, first.model.dim) == (2, 256, 64)
+
+
+def test_keys_replace_what_config_json_says(tmp_path):
+    """A model of another depth keeps each of its kinds of blocks."""
+    model = job(folder_of("gemma3_text", tmp_path, num_hidden_layers=6, layer_types=["sliding_attention"] * 5 + ["full_attention"]), *ONE,
+                "model.n_layers=2", "model.vocab_size=300").model  # fmt: skip
+    with torch.device("meta"):
+        built = build(model, 32)
+    assert built.tok_embeddings.weight.shape[0] == 300
+    assert [block.self_attn.is_sliding for block in built.layers.values()] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "words", "key", "part"),
+    [
+        ("llama", {}, ("parallelism=tp", "gpus=2"), "parallelism.tp", "nearest legal: 1"),
+        ("llama", {}, ("parallelism=cp", "gpus=2"), "parallelism.cp", "nearest legal: 1"),
+        ("llama", {}, ("parallelism=pp", "gpus=2"), "parallelism.pp", "nearest legal: 1"),
+        ("mixtral", {}, ("parallelism=fsdp_ep", "gpus=2", "parallelism.ep=2"), "parallelism.ep", "nearest legal: 1"),
+        ("llama", {}, ("compile=block",), "compile.name", "nearest legal: off"),
+        ("llama", {}, ("precision=float8_emulate",), "precision.converter", "nearest legal: null"),
+        ("llama", {}, ("adapter=lora",), "adapter.name", "nearest legal: none"),
+        ("llama", {}, ("model.attention=math",), "model.attention", "nearest legal: auto"),
+        ("llama", {}, ("model.rope_theta=1e4",), "model.rope_theta", "nearest legal: null"),
+        ("llama", {"attention_dropout": 0.1}, (), "model.path", "attention_dropout=0.1"),
+        ("llama", {"model_type": "lama"}, (), "model.path", "nearest legal: llama"),
+        ("llama", {"model_type": "my_own", "auto_map": {"AutoModel": "x.Y"}}, (), "model.path", "model_type=my_own"),
+        ("llama", {"model_type": "vit"}, (), "model.path", "model_type=vit is no causal decoder"),
+        ("llama", {"use_bidirectional_attention": True}, (), "model.path", "use_bidirectional_attention=True"),
+        ("llama", {"hidden_size": "wide"}, (), "model.path", "hidden_size"),
+        ("llama", {}, ("model.path=/nowhere",), "model.path", "config.json"),
+    ],
+)
+def test_refused_in_one_line(kind, changed, words, key, part, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        job(folder_of(kind, tmp_path, **changed), *ONE, *words)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{key}=")
+    assert part in lines[0]
+
+
+def test_other_structures_and_heads_are_refused(tmp_path):
+    """A model with other parts than a decoder's is not built; a head with a soft cap computes no loss in chunks."""
+    config = job(folder_of("gpt2", tmp_path, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0), *ONE).model
+    with pytest.raises(ConfigError, match="is not an embedding, one list of 2 blocks"), torch.device("meta"):
+        build(config, 32)
+    capped = job(folder_of("gemma2", tmp_path), *ONE, *CHUNKS)
+    with torch.device("meta"):
+        model = build(capped.model, 32)
+    with pytest.raises(ConfigError, match="cross_entropy"):
+        loss_head.convert(model, capped.loss)
+
+
+def test_nobody_else_imports_transformers():
+    """Neither a launcher nor a rank of another model imports it."""
+    script = (
+        "import sys; from titan_hydra.experiments.compose.compose import compose_job; from titan_hydra.core import models;"
+        "import titan_hydra.core.train.loop; j = compose_job('debug=tiny'); import torch;"
+        "torch.set_default_device('meta'); models.build(j.model, 8); sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_the_record_survives_config_json(tmp_path):
+    """A frozen job is written and read again as it is."""
+    from titan_hydra.core.job.config import from_dict
+    from titan_hydra.core.job.config.schema import Job
+    from titan_hydra.core.job.freeze import freeze
+
+    first = job(folder_of("gpt_oss", tmp_path), *ONE)
+    assert to_dict(freeze(from_dict(Job, json.loads(json.dumps(to_dict(first)))))) == to_dict(first)

@@ -1,0 +1,181 @@
+"""The keys of a model of the library transformers. What the folder's config.json says is frozen into them when the job is
+frozen, so that a run does not depend on the folder later. transformers is imported only then, and on ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from titan_hydra.core.job.adapter import adapts
+from titan_hydra.core.job.config.family import decoder_flops
+from titan_hydra.core.job.config.fault import Fault, bad_value, fault_at
+from titan_hydra.core.job.config.field import key
+from titan_hydra.core.job.config.model import Model
+from titan_hydra.core.job.config.ranges import COUNT, PATH, POSITIVE, WIDTH, Interval, Text
+
+# our keys that exist in a config.json too; a key that is set replaces the file's value
+SHARED = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "max_seq_len": "max_position_embeddings",
+    "tie_embeddings": "tie_word_embeddings",
+}
+# keys of a config.json that do not change what its weights compute: ids of tokens are facts of a run (facts.json)
+BESIDE = (
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "model_type",
+    "pad_token_id",
+    "quantization_config",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+RANDOM = ("dropout", "pdrop", "jitter", "layerdrop")  # parts of the names of keys that make a forward random
+LONGEST = Text("JSON", longest=1 << 18)
+NULL = "; null: what model.path says"
+
+
+@dataclass
+class TransformersConfig(Model):
+    path: str | None = key(
+        None,
+        "folder of a model that the installed transformers knows; its config.json is read once",
+        PATH,
+        identity=False,
+    )
+    content: str | None = key(None, "the content of that config.json; filled in by the launcher", LONGEST)
+    vocab_size: int | None = key(None, f"rows of the embedding and of the output head{NULL}", Interval(1, 2**24))  # type: ignore[assignment]
+    dim: int | None = key(None, f"width of the residual stream{NULL}", WIDTH)  # type: ignore[assignment]
+    n_layers: int | None = key(None, f"number of transformer blocks{NULL}", Interval(1, 10_000))  # type: ignore[assignment]
+    n_heads: int | None = key(None, f"number of query heads{NULL}", WIDTH)  # type: ignore[assignment]
+    n_kv_heads: int | None = key(None, f"number of key/value heads{NULL}", WIDTH)  # type: ignore[assignment]
+    norm_eps: float | None = key(None, "as config.json says; must not be set", Interval(0, 1))  # type: ignore[assignment]
+    rope_theta: float | None = key(None, "as config.json says; must not be set", POSITIVE)  # type: ignore[assignment]
+    max_seq_len: int | None = key(None, f"maximum sequence length of the model, in tokens{NULL}", COUNT)  # type: ignore[assignment]
+    tie_embeddings: bool | None = key(None, f"the output head uses the embedding's weight{NULL}")  # type: ignore[assignment]
+
+    def frozen(self) -> Self:
+        """Return the model with every key filled in from the folder's config.json. Raises ConfigError if there is none,
+        or transformers does not know such a model.
+        """
+        if self.content is None:
+            if self.path is None:
+                raise bad_value("model.path", None, "names no folder with a config.json")
+            for name in ("norm_eps", "rope_theta"):
+                if (value := getattr(self, name)) is not None:
+                    raise bad_value(
+                        f"model.{name}", value, "is what config.json of model.path says; edit it there", None
+                    )
+            return replace(self, content=json.dumps(content_of_folder(self.path), sort_keys=True)).frozen()
+        if self.vocab_size is not None and self.tie_embeddings is not None:
+            return self
+        from .known import library_config
+
+        theirs, own = library_config(self), {}
+        for ours, name in SHARED.items():
+            found = getattr(theirs, name, None)
+            own[ours] = getattr(self, ours) if getattr(self, ours) is not None else found
+        own["n_kv_heads"] = own["n_kv_heads"] or own["n_heads"]
+        for ours in ("vocab_size", "dim", "n_layers", "n_heads"):
+            if not isinstance(own[ours], int):
+                raise bad_value("model.path", self.path, f"its config.json has no {SHARED[ours]}")
+        own["max_seq_len"] = own["max_seq_len"] or 2**24
+        own["tie_embeddings"] = bool(own["tie_embeddings"])
+        rope = getattr(theirs, "rope_parameters", None) or {}
+        own["norm_eps"] = float(getattr(theirs, "rms_norm_eps", None) or Model.norm_eps)
+        own["rope_theta"] = float(rope.get("rope_theta") or getattr(theirs, "rope_theta", None) or Model.rope_theta)
+        return replace(self, **own)
+
+    def reduce(self) -> None:
+        """Reduce sizes that other families do not have, for proofs: experts, and a window that must hide some tokens."""
+        content = json.loads(self.content or "{}")
+        for name, most in REDUCED.items():
+            if isinstance(content.get(name), int):
+                content[name] = min(content[name], most)
+        self.content = json.dumps(content, sort_keys=True)
+
+    def arithmetic(self) -> dict[str, Any]:
+        """Return the values of config.json as keys of their own, so that a difference is named."""
+        content = json.loads(self.content or "{}")
+        own = {name: value for name, value in super().arithmetic().items() if name not in ("path", "content")}
+        return own | {"config": {name: value for name, value in content.items() if name not in SHARED.values()}}
+
+    def faults(self) -> Iterator[Fault]:
+        """Nothing in a forward may be random, and transformers chooses the kernels of its models."""
+        if self.attention != "auto":
+            yield Fault("model.attention", self.attention, "transformers chooses the kernel of its models", ("auto",))
+        for name, value in json.loads(self.content or "{}").items():
+            if (name, bool(value)) in (("use_bidirectional_attention", True), ("is_causal", False)):
+                reason = f"{name}={value} in its config.json: only causal decoders are trained"
+                yield Fault("model.path", self.path, reason)
+            if any(part in name for part in RANDOM) and isinstance(value, float | int) and value:
+                reason = f"{name}={value} in its config.json: random numbers would depend on the layout; nearest legal: 0 there"
+                yield Fault("model.path", self.path, reason)
+
+
+REDUCED = {  # keys of a config.json that proofs reduce, and their largest values there
+    "sliding_window": 8,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "query_pre_attn_scalar": 16,
+}
+
+
+def content_of_folder(folder: str) -> dict[str, Any]:
+    """Return the parts of a folder's config.json that decide what its weights compute, with the model's type. Raises
+    ConfigError.
+    """
+    file = Path(folder).expanduser() / "config.json"
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise bad_value("model.path", folder, f"{file.name} there cannot be read as JSON ({reason})") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise bad_value("model.path", folder, "its config.json names no model_type")
+    return plain_content(content)
+
+
+def plain_content(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a config.json without what does not change the model's arithmetic."""
+    own = {name: value for name, value in content.items() if name not in BESIDE}
+    return own | {"model_type": content["model_type"]}
+
+
+def flops_of_token(config: Any, seq_len: int, parameters: int) -> int | None:
+    """Return the FLOPs of a token as for any decoder; None for a model with experts, as not all parameters are used."""
+    experts = any("experts" in name for name in json.loads(config.content or "{}"))
+    return None if experts else decoder_flops(config, seq_len, parameters)
+
+
+def faults(job: Any) -> Iterator[Fault]:
+    """Yield what a model of transformers cannot be combined with."""
+    only = "a model of transformers trains by data parallelism (FSDP2, HSDP, DDP) alone"
+    for name in ("tp", "cp"):
+        if getattr(job.parallelism, name) > 1:
+            yield fault_at(job, f"parallelism.{name}", only, 1)
+    if job.parallelism.backend != "fsdp2":
+        yield fault_at(job, "parallelism.backend", only, "fsdp2")
+    if job.precision.converter:
+        yield fault_at(job, "precision.converter", "linears of a model of transformers have no number format", "null")
+    if adapts(job):
+        yield fault_at(job, "adapter.name", "linears of a model of transformers have no adapters", "none")
+    if job.compile.name != "off":
+        yield fault_at(job, "compile.name", "blocks of a model of transformers are not compiled", "off")

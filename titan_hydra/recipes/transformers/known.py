@@ -1,0 +1,74 @@
+"""What the installed transformers makes of a model section: its configuration object, and its model."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.config.fault import bad_value, suggest
+
+from .config import SHARED
+
+if TYPE_CHECKING:
+    from .config import TransformersConfig
+
+
+def library_config(config: TransformersConfig) -> Any:
+    """Return transformers' configuration object for a model section. Keys that are set replace values of config.json.
+    Raises ConfigError if transformers is not installed, or knows no such decoder.
+    """
+    try:
+        from transformers import CONFIG_MAPPING
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError as error:
+        reason = f"transformers cannot be imported here ({error}); pip install 'titan_hydra[transformers]'"
+        raise bad_value("model.family", config.family, reason) from error
+    content = json.loads(config.content or "{}") | {"pad_token_id": None}
+    kind = content.pop("model_type")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        what = (
+            "no causal decoder"
+            if kind in CONFIG_MAPPING
+            else "not known to the installed transformers, and code of a folder is not run"
+        )
+        raise bad_value(
+            "model.path", config.path, f"model_type={kind} is {what}", *suggest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        )
+    try:
+        theirs = CONFIG_MAPPING[kind](**content)
+        changed = {
+            name: getattr(config, ours)
+            for ours, name in SHARED.items()
+            if getattr(config, ours) is not None and getattr(config, ours) != getattr(theirs, name, None)
+        }
+        if changed.get("num_hidden_layers") and content.get("layer_types"):
+            changed["layer_types"] = shortened(content["layer_types"], changed["num_hidden_layers"])
+        return CONFIG_MAPPING[kind](**content | changed) if changed else theirs
+    except Exception as error:  # transformers checks its configurations with exceptions of many kinds
+        reason = f"transformers refuses this config.json: {' '.join(str(error).split())}"
+        raise bad_value("model.path", config.path, reason) from error
+
+
+def shortened(kinds: list[str], layers: int) -> list[str]:
+    """Return the kinds of blocks of a model with another number of blocks: the first ones, repeated if there are too few.
+    Each kind of the whole model is kept, as the last block if it would be lost.
+    """
+    found = (kinds * -(-layers // len(kinds)))[:layers]
+    lost = [kind for kind in dict.fromkeys(kinds) if kind not in found][: layers - 1]
+    return found[: layers - len(lost)] + lost
+
+
+def build_library_model(config: TransformersConfig) -> Any:
+    """Build transformers' model on the current default device, in float32. Raises ConfigError if it cannot be built."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    theirs = library_config(config)
+    logging.set_verbosity_error()
+    try:
+        return AutoModelForCausalLM.from_config(theirs, dtype=torch.float32)
+    except (ValueError, ImportError, TypeError, AttributeError) as error:
+        reason = f"transformers cannot build a {theirs.model_type}: {' '.join(str(error).split())}"
+        raise ConfigError(f"model.path={config.path}: {reason}") from error
