@@ -9,6 +9,7 @@ from titan_hydra import cli
 from titan_hydra.experiments.compose import describe
 
 ROOT = Path(__file__).parents[1]
+WIDTH = 126  # characters of code that the site shows in a window of 1,280 pixels
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
@@ -43,6 +44,44 @@ def test_a_broken_link_is_found(tmp_path):
         "# A b\n[x](page.md) [x](#a-b) [x](https://no.where) `[x](code.md)` [y](gone.md) [y](page.md#gone)\n"
     )
     assert broken_links(page) == ["gone.md", "page.md#gone"]
+
+
+def misread(page: Path) -> list[str]:
+    """Return the lines of a page that are not shown as what they are: a line inside a list item that Python-Markdown puts
+    outside the list or GitHub takes for code, a command inside a list item, and code that the site cuts off at the right.
+    """
+    wrong, in_list, fence, before = [], False, None, ""
+    for line in page.read_text().splitlines():
+        if mark := re.match(r"\s*```(\w*)", line):
+            fence = None if fence is not None else mark[1]
+        elif fence is None and line:
+            item = re.match(r"\s{0,3}([-*]|\d+\.) ", line)
+            in_list = bool(item) or (in_list and line.startswith(" "))
+            indented = re.match(r" *", line)[0]
+            if in_list and not item and not before and (len(indented) != 4 or re.match(r" *(titan|python|pip) ", line)):
+                wrong.append(line)
+            if not in_list and re.match(r"    (titan|python|pip|pytest) ", line) and len(line) > WIDTH + 4:
+                wrong.append(line)
+        elif fence in ("sh", "bash", "python", "yaml") and len(line) > WIDTH and not line.startswith("python -c"):
+            wrong.append(line)
+        before = line
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "lab"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_lists_and_code_are_shown_as_what_they_are(page):
+    assert misread(page) == []
+
+
+def test_what_is_not_shown_as_what_it_is_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    wide = f"titan plan {'gpus=8 ' * 20}"
+    page.write_text(
+        f"1. a\n\n   b\n2. c\n\n        titan plan\n\nText.\n\n    {wide}\n\n```sh\n{wide}\n```\n\n```text\n{wide}\n```\n"
+    )
+    assert misread(page) == ["   b", "        titan plan", f"    {wide}", wide]
 
 
 def unknown_names(page: Path) -> set[str]:

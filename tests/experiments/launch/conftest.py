@@ -94,7 +94,7 @@ class Launcher:
         if section:
             text = text.partition("\n## ")[0]
         blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
-        for line in "".join(blocks).splitlines():
+        for line in "".join(blocks).replace("\\\n    ", "").splitlines():
             typed = line
             for run in self.folder.glob("runs/*-*"):
                 typed = typed.replace(f"{run.name.rpartition('-')[0]}-HASH", run.name)

@@ -179,7 +179,7 @@ def test_fewer_ranks_go_on_as_the_page_says(launcher):
     """As in docs/reliability.md: the losses equal those of the run on four ranks up to rounding, and the batch has the
     same size.
     """
-    page = (launcher.ROOT / "docs/reliability.md").read_text()
+    page = (launcher.ROOT / "docs/reliability.md").read_text().replace("\\\n", "")
     four, two = (shlex.split(line)[2:] for line in page.splitlines() if line.startswith("python launch.py gpus="))
     done = launcher.run(*launcher.TINY, *four)
     assert done.returncode == 0, done.stderr
