@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from titan_hydra import cli
+from titan_hydra.core.base.amounts import brief
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.experiments.compose.compose import compose_cells, compose_job, compose_unchecked
-from titan_hydra.instruments.scaling.ladder import brief, ladder_cells, model_near, model_of, parameters_in
+from titan_hydra.instruments.scaling.ladder import ladder_cells, model_near, model_of, parameters_in
 
 ROOT = Path(__file__).parents[3]
 
@@ -65,15 +66,3 @@ def test_every_cell_of_the_ladder_is_a_job_of_its_size():
     for job, _, name in compose_cells(["+sweeps=ladder"]):
         tokens = job.steps * job.data.global_batch * job.data.seq_len
         assert name == f"{brief(parameters_in(job.model))} on {brief(tokens)}"
-
-
-def test_numbers_are_brief():
-    assert [brief(one) for one in (7, 999.6, 68_912, 999_600, 1.5e9, 2e12, 4e14)] == [
-        "7",
-        "1K",
-        "68.9K",
-        "1M",
-        "1.5B",
-        "2T",
-        "400T",
-    ]

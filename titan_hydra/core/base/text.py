@@ -11,8 +11,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from .amounts import UNKNOWN
 
 COLOURS = {"red": "31", "green": "32", "yellow": "33", "magenta": "35", "cyan": "36", "dim": "2", "bold": "1"}
 LOG_COLOURS = {  # of the parts of a rank's log
@@ -22,7 +25,6 @@ LOG_COLOURS = {  # of the parts of a rank's log
     r"(?i)^warning:.*": "yellow",
 }
 GAP = "  "  # the text between two columns
-CLOCK = "%H:%M:%S"  # the time of day at the beginning of a row of a rank's log
 NARROWEST = 12  # minimum number of characters to which a column is truncated
 NAMES = 24  # characters that the truncated columns have together before a column is left out
 
@@ -117,6 +119,42 @@ def notes_on_stderr(json: bool) -> Iterator[None]:
     """With --json, print everything except the JSON document to the standard error."""
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
         yield
+
+
+R = TypeVar("R")  # what a table has a row for
+
+
+@dataclass(frozen=True)
+class Column(Generic[R]):
+    """A column of a table: its title, its name in JSON and CSV, its value in a row, and how the value is shown, by a
+    format or by a function of the row. A `word` is aligned left.
+    """
+
+    title: str
+    name: str
+    value: Callable[[R], Any]
+    form: str | Callable[[R], str | None] = ""
+    word: bool = False
+
+    def text(self, row: R) -> str | None:
+        """Return what is shown of a row; None if its value is not known."""
+        if callable(self.form):
+            return self.form(row)
+        value = self.value(row)
+        return None if value is None else format(value, self.form)
+
+
+def table_of(
+    columns: Sequence[Column[R]],
+    rows: Sequence[R],
+    gives: Sequence[str] = (),
+    colours: Sequence[dict[str, str]] = (),
+    leaves: Sequence[str] = (),
+) -> list[str]:
+    """Return the lines of a table, as `table` makes them, with a dash for what is not known."""
+    texts = [[UNKNOWN if (text := column.text(row)) is None else text for column in columns] for row in rows]
+    right = [column.title for column in columns if not column.word]
+    return table([column.title for column in columns], texts, right, gives, colours, leaves)
 
 
 def table(

@@ -7,7 +7,6 @@ for 512 GPUs is checked on a laptop in a minute.
 """
 
 import copy
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
+from titan_hydra.core.base.amounts import in_bytes
 from titan_hydra.core.base.private import FakeStore, FakeTensorMode, settle_shapes
 from titan_hydra.core.base.text import table
 from titan_hydra.core.data.batch import Batch
@@ -77,24 +77,18 @@ def train_fake(job: Job, run: Run) -> None:
 
 def _shown(job: Job, counted: Counted) -> list[str]:
     """Return lines with the bytes that a rank holds, and with those that it sends along each dimension of the mesh."""
-    held = ", ".join(f"{name} {_size(size)}" for name, size in counted.held.items())
+    held = ", ".join(f"{name} {in_bytes(size)}" for name, size in counted.held.items())
     how = "eager" if job.precision.converter is None else "eager, and its number format is emulated"
     sizes = vars(job.parallelism) | {"fsdp": job.parallelism.dp_shard * job.parallelism.cp}
     rows = [
-        (name, sizes.get(name, "-"), f"{counted.calls[name]:,}", _size(size))
+        (name, sizes.get(name, "-"), f"{counted.calls[name]:,}", in_bytes(size))
         for name, size in sorted(counted.messages.items(), key=lambda item: -item[1])
     ]
     titles = ("sent in a step", "ranks", "messages", "bytes")
     return [
-        f"held: {held}; all tensors at the peak {_size(counted.live)} (the step is {how})",
+        f"held: {held}; all tensors at the peak {in_bytes(counted.live)} (the step is {how})",
         *(table(titles, rows, titles[1:]) if rows else ["sent in a step: nothing"]),
     ]
-
-
-def _size(count: float) -> str:
-    """Return a number of bytes with its unit."""
-    power = min(max(int(math.log2(count)) // 10, 0), 3) if count else 0
-    return f"{count:,.0f} B" if not power else f"{count / 1024**power:,.2f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.core import data
+from titan_hydra.core.base.amounts import time_of_day
 from titan_hydra.core.base.errors import NotFinite, Stopped
-from titan_hydra.core.base.text import CLOCK
 from titan_hydra.core.base.threads import cores
 from titan_hydra.core.checkpoint.carried import record_facts
 from titan_hydra.core.checkpoint.checkpointer import Checkpointer
@@ -285,7 +285,7 @@ def start_line(job: Job, trainer: Trainer, start: int) -> str:
     """Format the first line of the log: the model, the devices, the batch and the steps."""
     groups = job.fault_tolerance.replicas
     return (
-        f"{time.strftime(CLOCK)}  "
+        f"{time_of_day()}  "
         f"{job.model.name}: {trainer.parameters:,} parameters on {f'{groups} x ' * (groups > 1)}{dist.get_world_size()} x "
         f"{trainer.device.type}, {job.parallelism.name}, "
         f"{job.precision.name}; global batch {job.data.global_batch} ({local_batches(job)} accumulation), sequence {job.data.seq_len}; "

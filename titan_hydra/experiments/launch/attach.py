@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from titan_hydra.core.base.amounts import on_a_clock, or_dash
 from titan_hydra.core.base.errors import LAST_WORDS
 from titan_hydra.core.base.plain import NotPlain, open_plain
 from titan_hydra.core.base.text import printable, with_colours
@@ -259,10 +260,9 @@ class _Terminal(PlainDisplay):
         if not status or not row:
             return
         (total,) = (task.total for task in self.bar.tasks if task.id == self.task)
-        minutes, seconds = divmod(int((total - status["step"]) * row["step_seconds"]), 60)
-        loss = row.get("loss_mean", row["loss"])
-        shown = "-" if loss is None else f"{loss:.4f}"
-        numbers = f"loss {shown}  {row['tokens_per_second']:,.0f} tokens/s  {minutes}:{seconds:02d} left"
+        left = on_a_clock((total - status["step"]) * row["step_seconds"])
+        shown = or_dash(row.get("loss_mean", row["loss"]), ".4f")
+        numbers = f"loss {shown}  {row['tokens_per_second']:,.0f} tokens/s  {left} left"
         self.bar.update(self.task, completed=status["step"], description="training", numbers=numbers)
 
     def close(self) -> None:

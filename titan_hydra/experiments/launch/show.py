@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_hydra.core.base.amounts import or_dash
 from titan_hydra.core.base.text import table
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import counted
@@ -31,13 +32,13 @@ def results(cells: list[Cell], states: list[State]) -> None:
     for cell, state in zip(cells, states, strict=True):
         result = layout.RESULT.read(cell.directory) if state.kind == "done" else {}
         numbers = [
-            _number(result.get(key), form)
+            or_dash(result.get(key), form)
             for key, form in (
-                ("steps", "{}"),
-                ("final_loss", "{:.4f}"),
-                ("tokens_per_second", "{:,.0f}"),
-                ("memory_gib", "{:.1f}"),
-                ("seconds", "{:.0f}"),
+                ("steps", ""),
+                ("final_loss", ".4f"),
+                ("tokens_per_second", ",.0f"),
+                ("memory_gib", ".1f"),
+                ("seconds", ".0f"),
             )
         ]
         rows.append([cell.directory.name, cell.name, state.failure.line if state.failure else state.kind, *numbers])
@@ -56,11 +57,11 @@ def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None
             [
                 cell.directory.name,
                 cell.name,
-                _number(count and count(cell.job.model), "{:,}"),
+                or_dash(count and count(cell.job.model), ","),
                 cell.ranks,
                 cell.nodes,
                 state.kind,
-                _number(cell.gpu_hours, "{:,.1f}"),
+                or_dash(cell.gpu_hours, ",.1f"),
             ]
         )
     numbers = ("parameters", "ranks", "nodes", "GPU-hours at most")
@@ -151,7 +152,7 @@ def waiting(state: State) -> str:
 def result_line(directory: Path) -> str:
     """Return one line about a finished run."""
     result = layout.RESULT.read(directory)
-    loss, rate = _number(result.get("final_loss"), "{:.4f}"), _number(result.get("tokens_per_second"), "{:,.0f}")
+    loss, rate = or_dash(result.get("final_loss"), ".4f"), or_dash(result.get("tokens_per_second"), ",.0f")
     held_out = (
         "" if result.get("validation_loss") is None else f" (held out {result['validation_loss']:.4f}{lowest(result)})"
     )
@@ -199,7 +200,3 @@ def failure(directory: Path, why: Failure) -> None:
         print(f"  log: {why.log}", file=sys.stderr)
     if advice := hint(why):
         print(f"  try: {advice}", file=sys.stderr)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)

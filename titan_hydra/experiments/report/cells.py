@@ -23,7 +23,7 @@ from titan_hydra.experiments.runs.find import RunCell, Selection
 from titan_hydra.experiments.runs.rundir import State, inspect_all, shared_with
 from titan_hydra.experiments.runs.view import short_names
 
-from .columns import Column, columns_of
+from .columns import MetricColumn, columns_of
 
 SHORT = {Kind.OUT_OF_MEMORY: "OOM"}  # shorter names for some classes of failure
 FEW = 10  # minimum number of measured steps for a reliable rate
@@ -42,7 +42,7 @@ class ReportCell:
     config: dict[str, Any] = field(default_factory=dict)  # dotted key: value
     env: dict[str, Any] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)  # result.json of a run that is done
-    columns: dict[str, Column] = field(default_factory=dict)  # columns of metrics.jsonl; "step" has every step
+    columns: dict[str, MetricColumn] = field(default_factory=dict)  # columns of metrics.jsonl; "step" has every step
     events: list[dict[str, Any]] = field(default_factory=list)  # rows of events.jsonl
     goodput: float | None = None  # time of useful steps divided by all time since the first start
     load: dict[str, float] = field(default_factory=dict)  # "cores" of the machine, load averages at "start" and "end"
@@ -145,7 +145,7 @@ class ReportCell:
 
     def column(self, name: str, first: int = 0) -> Mapping[int, float]:
         """Return a column of metrics.jsonl by step; with `first`, only rows of the newest layout, except its first row."""
-        column = self.columns.get(name, Column())
+        column = self.columns.get(name, MetricColumn())
         if not (first and column):
             return column
         began = self.stretches[-1].first - 1 if self.stretches else 0

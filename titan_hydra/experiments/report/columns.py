@@ -27,7 +27,7 @@ KEPT = (
 )
 
 
-class Column(Mapping[int, float]):
+class MetricColumn(Mapping[int, float]):
     """The values of one column, by ascending step. Rows without a value are left out."""
 
     def __init__(self, steps: array[int] | None = None, numbers: array[float] | None = None) -> None:
@@ -46,20 +46,22 @@ class Column(Mapping[int, float]):
     def __len__(self) -> int:
         return len(self.steps)
 
-    def after(self, step: int) -> Column:
+    def after(self, step: int) -> MetricColumn:
         first = bisect_right(self.steps, step)
-        return Column(self.steps[first:], self.numbers[first:])
+        return MetricColumn(self.steps[first:], self.numbers[first:])
 
 
-def columns_of(rows: list[dict[str, Any]]) -> dict[str, Column]:
+def columns_of(rows: list[dict[str, Any]]) -> dict[str, MetricColumn]:
     """Return the columns in KEPT, and the column "step" with every step. If several rows have the same step, only the
     last of them counts.
     """
     ascending = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
     steps = array("q", ascending)
-    found = {"step": Column(steps, array("d", steps))}
+    found = {"step": MetricColumn(steps, array("d", steps))}
     for name in KEPT:
         known = {step: value for step, row in ascending.items() if isinstance(value := row.get(name), int | float)}
         if known:
-            found[name] = Column(steps if len(known) == len(steps) else array("q", known), array("d", known.values()))
+            found[name] = MetricColumn(
+                steps if len(known) == len(steps) else array("q", known), array("d", known.values())
+            )
     return found

@@ -24,7 +24,7 @@ from titan_hydra.experiments.runs.rundir import State
 
 from .band import band
 from .cells import Mean, ReportCell
-from .columns import Column
+from .columns import MetricColumn
 from .foreign_logs import ForeignLog, read_foreign
 from .row import NONE, ReportRow, speed_of
 from .stated import read_keys
@@ -148,8 +148,8 @@ def _cell(file: Path, stated: Statement, name: str, log: ForeignLog) -> ForeignC
     """Build the cell of one run in a file, with the columns that can be computed from others."""
     settled = {column: log.settled(column) for column in log.columns}
     columns = {column: values for column, (values, _) in settled.items()}
-    held_out = columns.pop("validation_loss", Column())
-    if not any(gib > 0 for gib in columns.get("memory_reserved_gib", Column()).values()):  # as on a CPU
+    held_out = columns.pop("validation_loss", MetricColumn())
+    if not any(gib > 0 for gib in columns.get("memory_reserved_gib", MetricColumn()).values()):  # as on a CPU
         columns.pop("memory_reserved_gib", None)
     damaged = [f"{counted(log.damaged_rows, 'row')} without a step"] if log.damaged_rows else []
     cell = ForeignCell(
@@ -169,12 +169,12 @@ def _cell(file: Path, stated: Statement, name: str, log: ForeignLog) -> ForeignC
     return cell
 
 
-def _complete(cell: ForeignCell, columns: dict[str, Column]) -> None:
+def _complete(cell: ForeignCell, columns: dict[str, MetricColumn]) -> None:
     """Add the columns that follow from others: steps, rates of a device, seconds, tokens. A loss that is a mean over
     several steps is a mean.
     """
     steps = sorted({step for column in columns.values() for step in column})
-    columns["step"] = Column(array("q", steps), array("d", steps))
+    columns["step"] = MetricColumn(array("q", steps), array("d", steps))
     if cell.program == "Megatron-LM" and "loss" in columns:
         own = list(columns["loss"])
         if min((after - before for before, after in pairwise(own)), default=own[0]) > 1:
@@ -182,7 +182,7 @@ def _complete(cell: ForeignCell, columns: dict[str, Column]) -> None:
     gpus, length, batch = cell.gpus, cell.fact("seq_len"), cell.stated.global_batch
     if cell.stated.rate_of == "job" and (rates := columns.pop("tokens_per_second", None)) and gpus:
         columns["tokens_per_second"] = _mapped(rates, lambda step, rate: rate / gpus)
-    samples = columns.pop("samples", Column())
+    samples = columns.pop("samples", MetricColumn())
     if (seconds := columns.get("step_seconds")) and "tokens_per_second" not in columns and gpus and length:
         columns["tokens_per_second"] = _mapped(
             seconds, lambda step, time: (samples.get(step) or batch or nan) * length / time / gpus if time > 0 else nan
@@ -193,10 +193,10 @@ def _complete(cell: ForeignCell, columns: dict[str, Column]) -> None:
         columns["tokens_seen"] = _mapped(columns["step"], lambda step, _: float(step * batch * length))
 
 
-def _mapped(column: Column, value: Any) -> Column:
+def _mapped(column: MetricColumn, value: Any) -> MetricColumn:
     """Return a column with other values at the same steps, without those that are not finite."""
     known = {step: new for step, old in column.items() if isfinite(new := value(step, old))}
-    return Column(array("q", known), array("d", known.values()))
+    return MetricColumn(array("q", known), array("d", known.values()))
 
 
 def foreign_rows(cells: Sequence[ForeignCell], baseline: ReportCell) -> tuple[list[ReportRow], list[str]]:

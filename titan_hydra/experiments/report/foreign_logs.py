@@ -22,7 +22,7 @@ from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
 
-from .columns import Column
+from .columns import MetricColumn
 
 Values = dict[str, float | None]
 UNREADABLE = (OSError, EOFError, zlib.error)  # EOFError: a compressed file that is cut off
@@ -86,7 +86,7 @@ class ForeignLog:
                 steps.append(step)
                 numbers.append(value)
 
-    def settled(self, name: str) -> tuple[Column, int]:
+    def settled(self, name: str) -> tuple[MetricColumn, int]:
         """Return a column by ascending step, and how often its steps went back. Then later values count, and what the
         attempt before had logged from that step on does not.
         """
@@ -105,7 +105,7 @@ class ForeignLog:
                         continue
             kept.append(step)
             numbers.append(value)
-        return Column(kept, numbers), back
+        return MetricColumn(kept, numbers), back
 
 
 def read_foreign(file: Path, columns: dict[str, str]) -> dict[str, ForeignLog]:

@@ -22,7 +22,7 @@ from titan_hydra.core.job.config.files import ASSETS
 from titan_hydra.experiments.compose.sweep import key_of
 
 from . import charts, timeline
-from .row import NONE, WORDS, ReportRow
+from .row import NONE, ReportRow
 from .style import DARK, LIGHT
 from .table import Report
 
@@ -87,15 +87,16 @@ def _table(report: Report) -> dict[str, Any]:
     rows = []
     for row, texts in zip(report.rows, report.texts, strict=True):
         cells = []
-        for (title, *_), text in zip(report.columns, texts, strict=True):
+        for column, text in zip(report.columns, texts, strict=True):
+            title = column.title
             bad = (title == "loss in band" and row.flagged) or (title == "tokens/s per device" and row.cell.lost)
             doubt = title == "difference" and row.doubt
-            kinds = [kind for kind, so in (("word", title in WORDS), ("bad", bad), ("doubt", doubt)) if so]
+            kinds = [kind for kind, so in (("word", column.word), ("bad", bad), ("doubt", doubt)) if so]
             cells.append({"text": text, "kind": " ".join(kinds)})
         kind = "failed" if row.cell.lost else "flagged" if row.flagged else "baseline" if row.baseline else ""
         rows.append({"kind": kind, "cells": cells})
     return {
-        "head": [{"title": title, "word": title in WORDS} for title, *_ in report.columns],
+        "head": [{"title": column.title, "word": column.word} for column in report.columns],
         "rows": rows,
         "notes": [
             {"text": note, "bad": "left the baseline" in note}

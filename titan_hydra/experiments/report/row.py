@@ -1,10 +1,11 @@
 """The rows of the report's table, each a cell that is compared with the baseline, and the table's columns."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import hypot
 from typing import Any
+
+from titan_hydra.core.base.text import Column
 
 from . import compare
 from .band import Band, band
@@ -74,61 +75,47 @@ class ReportRow:
         value = getattr(self.cell, name)
         if isinstance(self.cell, Mean):
             return with_error(value, error_of(self.cell.of(name)), 4)
-        return _number(value, ".4f")
+        return None if value is None else f"{value:.4f}"
 
 
-# A column: its title, its name in CSV, and two functions that return its text and its value in a row. A column without
-# a text in any row is left out.
-Column = tuple[str, str, Callable[[ReportRow], str | None], Callable[[ReportRow], Any]]
-COLUMNS: tuple[Column, ...] = (
-    ("technique", "technique", lambda row: row.label, lambda row: row.label),
-    ("runs", "runs", lambda row: _number(len(row.cell.members) or None), lambda row: len(row.cell.members) or None),
-    ("tokens/s per device", "tokens_per_second", lambda row: row.rate, lambda row: row.cell.rate),
-    ("IQR", "tokens_per_second_iqr", lambda row: rate(row.cell.iqr, row.cell.iqr), lambda row: row.cell.iqr),
-    ("steps", "measured_steps", lambda row: _number(row.cell.measured), lambda row: row.cell.measured),
-    ("difference", "difference_percent", lambda row: row.speed, lambda row: truncated_percent(row.difference)),
-    ("goodput", "goodput", lambda row: _number(row.cell.goodput, ".1%"), lambda row: row.cell.goodput),
-    ("peak GiB", "memory_gib", lambda row: _number(row.cell.memory, ".1f"), lambda row: row.cell.memory),
-    ("held-out loss", "held_out_loss", lambda row: row.loss("held_out"), lambda row: row.cell.held_out),
-    (
+COLUMNS: tuple[Column[ReportRow], ...] = (  # a column without a text in any row is left out
+    Column("technique", "technique", lambda row: row.label, word=True),
+    Column("runs", "runs", lambda row: len(row.cell.members) or None),
+    Column("tokens/s per device", "tokens_per_second", lambda row: row.cell.rate, lambda row: row.rate),
+    Column("IQR", "tokens_per_second_iqr", lambda row: row.cell.iqr, lambda row: rate(row.cell.iqr, row.cell.iqr)),
+    Column("steps", "measured_steps", lambda row: row.cell.measured),
+    Column("difference", "difference_percent", lambda row: truncated_percent(row.difference), lambda row: row.speed),
+    Column("goodput", "goodput", lambda row: row.cell.goodput, ".1%"),
+    Column("peak GiB", "memory_gib", lambda row: row.cell.memory, ".1f"),
+    Column("held-out loss", "held_out_loss", lambda row: row.cell.held_out, lambda row: row.loss("held_out")),
+    Column(
         "lowest held out",
         "lowest_held_out_loss",
-        lambda row: _lowest(row),
         lambda row: row.cell.lowest and row.cell.lowest[0],
+        lambda row: _lowest(row),
     ),
-    ("mean loss", "mean_loss", lambda row: row.loss("loss"), lambda row: row.cell.loss),
-    ("to the baseline", "loss_difference", lambda row: _change(row), lambda row: row.change and row.change[0]),
-    ("loss in band", "loss_in_band", lambda row: row.verdict, lambda row: row.verdict),
-    ("MFU", "mfu", lambda row: _number(row.cell.mfu, ".1%"), lambda row: row.cell.mfu),
-    ("parameters", "parameters", lambda row: _number(row.cell.parameters, ","), lambda row: row.cell.parameters),
-    ("FLOPs of a token", "flops_per_token", lambda row: _number(row.cell.flops, ".3g"), lambda row: row.cell.flops),
-    ("tokens seen", "tokens", lambda row: _number(row.cell.tokens, ","), lambda row: row.cell.tokens),
-    ("GPUs", "gpus", lambda row: _number(row.cell.gpus), lambda row: row.cell.gpus),
-    ("commit", "commit", lambda row: row.cell.commit, lambda row: row.cell.commit),
-    ("torch", "torch", lambda row: row.cell.version("torch"), lambda row: row.cell.version("torch")),
-    ("device", "device", lambda row: row.cell.device, lambda row: row.cell.device),
+    Column("mean loss", "mean_loss", lambda row: row.cell.loss, lambda row: row.loss("loss")),
+    Column("to the baseline", "loss_difference", lambda row: row.change and row.change[0], lambda row: _change(row)),
+    Column("loss in band", "loss_in_band", lambda row: row.verdict, word=True),
+    Column("MFU", "mfu", lambda row: row.cell.mfu, ".1%"),
+    Column("parameters", "parameters", lambda row: row.cell.parameters, ","),
+    Column("FLOPs of a token", "flops_per_token", lambda row: row.cell.flops, ".3g"),
+    Column("tokens seen", "tokens", lambda row: row.cell.tokens, ","),
+    Column("GPUs", "gpus", lambda row: row.cell.gpus),
+    Column("commit", "commit", lambda row: row.cell.commit, word=True),
+    Column("torch", "torch", lambda row: row.cell.version("torch"), word=True),
+    Column("device", "device", lambda row: row.cell.device, word=True),
 )
-PREDICTED: tuple[Column, ...] = (  # further columns of --predicted
-    (
-        "predicted tokens/s",
-        "predicted_tokens_per_second",
-        lambda row: _number(row.predicted_rate, ",.0f"),
-        lambda row: row.predicted_rate,
-    ),
-    (
+PREDICTED: tuple[Column[ReportRow], ...] = (  # further columns of --predicted
+    Column("predicted tokens/s", "predicted_tokens_per_second", lambda row: row.predicted_rate, ",.0f"),
+    Column(
         "to prediction",
         "to_prediction_percent",
-        lambda row: percent(row.to_prediction),
         lambda row: truncated_percent(row.to_prediction),
+        lambda row: percent(row.to_prediction),
     ),
-    (
-        "predicted GiB",
-        "predicted_memory_gib",
-        lambda row: _number(row.predicted_gib, ".1f"),
-        lambda row: row.predicted_gib,
-    ),
+    Column("predicted GiB", "predicted_memory_gib", lambda row: row.predicted_gib, ".1f"),
 )
-WORDS = ("technique", "loss in band", "commit", "torch", "device")  # titles of the columns that are aligned left
 
 
 def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str], drift: float) -> ReportRow:
@@ -201,14 +188,14 @@ def _lowest(row: ReportRow) -> str | None:
     return f"{row.cell.lowest[0]:.4f} (step {row.cell.lowest[1]}{kept})"
 
 
-def task_columns(rows: list[ReportRow]) -> tuple[Column, ...]:
+def task_columns(rows: list[ReportRow]) -> tuple[Column[ReportRow], ...]:
     """Return columns with the newest results of each evaluation task (validation.tasks) for which a run has results."""
     names = {name: None for row in rows for one in row.cell.single for name in one.tasks}
     columns = []
     for task in names:
         for metric in ("acc", "acc_norm", "perplexity"):
             value, text = partial(_task, task, metric, False), partial(_task, task, metric, True)
-            columns.append((f"{task} {metric}", f"{task}_{metric}", text, value))
+            columns.append(Column(f"{task} {metric}", f"{task}_{metric}", value, text))
     return tuple(columns)
 
 
@@ -227,7 +214,3 @@ def _change(row: ReportRow) -> str | None:
     if error is None:
         return f"{text} ({ONE_RUN})"
     return f"{text} ({NOISE})" if abs(value) < 2 * error else text
-
-
-def _number(value: float | None, form: str = "") -> str | None:
-    return None if value is None else f"{value:{form}}"

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.base.text import Column
 from titan_hydra.core.job.config.fault import did_you_mean, quoted, suggest
 from titan_hydra.experiments.runs.find import Selection
 
@@ -15,7 +16,7 @@ from . import compare
 from .cells import FEW, Mean, ReportCell, averaged, labels
 from .compare import Difference
 from .digits import percent
-from .row import COLUMNS, FEW_STEPS, NOISE, NONE, ONE_RUN, PREDICTED, SHARED, Column, ReportRow, against, task_columns
+from .row import COLUMNS, FEW_STEPS, NOISE, NONE, ONE_RUN, PREDICTED, SHARED, ReportRow, against, task_columns
 
 DRAWN = 100  # maximum number of rows in a chart: readers cannot distinguish more lines, and browsers cannot draw them
 FOREIGN = "foreign"  # the state of a run of another program (--with)
@@ -80,7 +81,7 @@ class Report:
         return f"the diagrams show {DRAWN} of {len(self.rows)} rows: --over KEY averages those that differ in one key, as seed"
 
     @cached_property
-    def columns(self) -> list[Column]:
+    def columns(self) -> list[Column[ReportRow]]:
         """The columns of the table: all that have a value in at least one row and are not in `shared`. Goodput is left
         out if every run was started only once.
         """
@@ -89,11 +90,11 @@ class Report:
         return [
             column
             for column in self.every
-            if any(column[2](row) is not None for row in self.rows) and column[0] not in left_out
+            if any(column.text(row) is not None for row in self.rows) and column.title not in left_out
         ]
 
     @property
-    def every(self) -> tuple[Column, ...]:
+    def every(self) -> tuple[Column[ReportRow], ...]:
         """All columns, including those without any value."""
         predicted = PREDICTED if any(row.prediction for row in self.rows) else ()
         return (*COLUMNS, *task_columns(self.rows), *predicted)
@@ -107,7 +108,8 @@ class Report:
     @cached_property
     def shared(self) -> dict[str, str]:
         """{title: value} for each column in ALIKE whose value is the same in all rows that have one."""
-        found = {title: {text(row) for row in self.rows} - {None} for title, _, text, _ in COLUMNS if title in ALIKE}
+        alike = [column for column in COLUMNS if column.title in ALIKE]
+        found = {column.title: {column.text(row) for row in self.rows} - {None} for column in alike}
         return {title: values.pop() for title, values in found.items() if len(values) == 1}
 
     @property
@@ -138,7 +140,7 @@ class Report:
     @cached_property
     def texts(self) -> list[list[str]]:
         """The texts of the table, row by row."""
-        return [[text(row) or NONE for _, _, text, _ in self.columns] for row in self.rows]
+        return [[column.text(row) or NONE for column in self.columns] for row in self.rows]
 
     @cached_property
     def notes(self) -> list[str]:

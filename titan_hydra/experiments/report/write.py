@@ -11,7 +11,6 @@ from typing import Any
 from titan_hydra.core.base.text import table
 
 from .digits import truncated_percent
-from .row import WORDS
 from .table import Report
 
 LATEX = {
@@ -45,13 +44,13 @@ LEAVES = (
 
 def terminal(report: Report) -> None:
     """Print the table. Rows that failed or left the band are red; the baseline's row is bold."""
-    titles = [title for title, *_ in report.columns]
+    titles = [column.title for column in report.columns]
     colours = []
     for row in report.rows:
         red = row.cell.lost or row.flagged
         colour = dict.fromkeys(titles, "red" if red else "bold") if red or row.baseline else {}
         colours.append(colour | ({"difference": "dim"} if row.doubt else {}))
-    right = [title for title in titles if title not in WORDS]
+    right = [column.title for column in report.columns if not column.word]
     lines = table(titles, report.texts, right, ("technique",), colours, [title for title in LEAVES if title in titles])
     print(report.name, *lines, "", *filter(None, [report.caption]), *report.notes, sep="\n")
     if section := report.section:
@@ -62,11 +61,11 @@ def terminal(report: Report) -> None:
 
 def markdown(report: Report) -> str:
     """Return the table in Markdown, with its caption above and a list of its notes below."""
-    titles = [title for title, *_ in report.columns]
+    titles = [column.title for column in report.columns]
     lines = [f"**{_md(report.name)}**" + (f" ({_md(report.caption)})" if report.caption else ""), ""]
     lines += [
         _pipes([_md(title) for title in titles]),
-        _pipes(["---" if title in WORDS else "---:" for title in titles], pad=False),
+        _pipes(["---" if column.word else "---:" for column in report.columns], pad=False),
     ]
     lines += [_pipes([_md(text) for text in texts]) for texts in report.texts]
     if report.notes:
@@ -157,7 +156,7 @@ def values_of_rows(report: Report) -> list[dict[str, Any]]:
         rows.append(
             {"technique": row.label}
             | {key: values[number] for key, values in report.varied.items()}
-            | {name: value(row) for _, name, _, value in report.every}
+            | {column.name: column.value(row) for column in report.every}
             | {
                 "baseline": row.baseline,
                 "state": row.cell.word,
@@ -178,8 +177,8 @@ def values_of_rows(report: Report) -> list[dict[str, Any]]:
 
 def latex(report: Report) -> str:
     """Return the table in LaTeX with booktabs, for \\input."""
-    titles = [title for title, *_ in report.columns]
-    align = "".join("l" if title in WORDS else "r" for title in titles)
+    titles = [column.title for column in report.columns]
+    align = "".join("l" if column.word else "r" for column in report.columns)
     caption = _tex(report.name) + (f" ({_tex(report.caption)})" if report.caption else "")
     lines = [
         r"% needs \usepackage{booktabs}",

@@ -8,6 +8,7 @@ from datetime import datetime
 from math import inf
 from pathlib import Path
 
+from titan_hydra.core.base.amounts import in_bytes
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.run import checkpoints, layout
@@ -130,7 +131,7 @@ def _left_behind(steps: Path) -> list[Path]:
 
 
 def _size(path: Path) -> str:
-    return f"{sum(file.lstat().st_size for file in path.iterdir()) / 2**20:,.1f} MiB"
+    return in_bytes(sum(file.lstat().st_size for file in path.iterdir()))
 
 
 def export_weights_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.core.base.amounts import in_bytes
 from titan_hydra.core.base.errors import ConfigError, Exit, RunError
 from titan_hydra.core.base.text import to_json
 from titan_hydra.core.job.config.fault import counted
@@ -101,7 +102,7 @@ def remove_runs(args: argparse.Namespace) -> int:
     _refuse(going, args)
     sizes = {run: bytes_of(run) for run in going.runs}
     if not args.dry and not args.yes:
-        print(*(f"{run.name}  {_mebibytes(size)}" for run, size in sizes.items()), sep="\n")
+        print(*(f"{run.name}  {in_bytes(size)}" for run, size in sizes.items()), sep="\n")
         if not asked(f"remove {_total(going, sizes)}? [y/N] "):
             print("nothing was removed")
             return Exit.DONE
@@ -406,10 +407,8 @@ def _remove_unused(args: argparse.Namespace) -> int:
         return Exit.DONE
     word = "would be removed" if args.dry else "removed"
     for path, size in sizes.items():
-        print(f"{path.relative_to(home)}  {_mebibytes(size)}  {word}")
-    print(
-        f"{counted(len(sizes), 'thing')}, {_mebibytes(sum(sizes.values()))}, {word}" if sizes else "nothing is unused"
-    )
+        print(f"{path.relative_to(home)}  {in_bytes(size)}  {word}")
+    print(f"{counted(len(sizes), 'thing')}, {in_bytes(sum(sizes.values()))}, {word}" if sizes else "nothing is unused")
     return Exit.DONE
 
 
@@ -426,18 +425,14 @@ def _tell(
     word = f"would be {PAST[verb]}" if args.dry else PAST[verb]
     to = f" to {more['to']}" if verb in ("archive", "move") else ""
     for run in going.runs:
-        print(f"{run.name}  {_mebibytes(sizes[run]) if run in sizes else ''}  {word}")
+        print(f"{run.name}  {in_bytes(sizes[run]) if run in sizes else ''}  {word}")
     for sweep in going.sweeps:
         print(f"{sweep.name}  {word}")
-    freed = f", {_mebibytes(more['archive_bytes'])} in the archive" if "archive_bytes" in more else ""
+    freed = f", {in_bytes(more['archive_bytes'])} in the archive" if "archive_bytes" in more else ""
     print(f"{_total(going, sizes)} {word}{to}{freed}")
     return Exit.DONE
 
 
 def _total(going: Going, sizes: dict[Path, int]) -> str:
     sweeps = f" and {counted(len(going.sweeps), 'sweep')}" if going.sweeps else ""
-    return f"{counted(len(going.runs), 'run')}{sweeps}" + (f", {_mebibytes(sum(sizes.values()))}," if sizes else "")
-
-
-def _mebibytes(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"
+    return f"{counted(len(going.runs), 'run')}{sweeps}" + (f", {in_bytes(sum(sizes.values()))}," if sizes else "")

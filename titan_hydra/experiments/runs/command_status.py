@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.core.base.amounts import ago, lasting, on_a_clock, or_dash, time_of_day
 from titan_hydra.core.base.errors import ConfigError, Exit
-from titan_hydra.core.base.text import table, to_json
+from titan_hydra.core.base.text import Column, table, table_of, to_json
 from titan_hydra.core.job.config.fault import counted, quoted, shown
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.stretches import stretches_of
@@ -136,14 +137,6 @@ def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
     return found
 
 
-def ago(moment: float) -> str:
-    """Format a time: as 14:05 if it is on this day, else with the date."""
-    then, now = time.localtime(moment), time.localtime()
-    if then[:3] == now[:3]:
-        return time.strftime("%H:%M", then)
-    return time.strftime("%b %d %H:%M" if then[0] == now[0] else "%Y-%m-%d", then)
-
-
 def _follow(args: argparse.Namespace, selection: Selection) -> int:
     """Print the table repeatedly until all runs are over; without a terminal, print only a line for each change of
     state.
@@ -175,7 +168,7 @@ def follow_in_lines(selection: Selection) -> int:
             )
             if before.setdefault(row.directory, "") != row.state.kind:
                 before[row.directory] = row.state.kind
-                print(f"{time.strftime('%H:%M:%S')}  {row.hash}  {row.cell}: {text}", flush=True)
+                print(f"{time_of_day()}  {row.hash}  {row.cell}: {text}", flush=True)
         if not any(row.state.may_change for row in rows):
             print(summary(rows))
             return Exit.DONE
@@ -197,24 +190,30 @@ def fitting(rows: list[RunRow], lines: int) -> tuple[list[RunRow], list[str]]:
     return [row for row in rows if row in kept], [f"... and {len(rows) - len(kept)} more"]
 
 
+def _step(row: RunRow) -> str:
+    return f"{or_dash(row.step)}/{row.steps}" if row.steps else "-"
+
+
+def _cell(row: RunRow) -> str:
+    return row.cell if len(row.cell) <= NAME else f"{row.cell[: NAME - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+COLUMNS: tuple[Column[RunRow], ...] = (
+    Column("cell", "cell", lambda row: row.cell, _cell, word=True),
+    Column("hash", "hash", lambda row: row.hash, word=True),
+    Column("state", "state", lambda row: row.state.kind, word=True),
+    Column("step", "step", lambda row: row.step, _step),
+    Column("tokens/s", "tokens_per_second", lambda row: row.tokens_per_second, ",.0f"),
+    Column("loss", "loss", lambda row: row.loss, ".4f"),
+    Column("where", "where", lambda row: row.where, lambda row: row.where or None, word=True),
+    Column("time", "seconds", lambda row: row.seconds, lambda row: on_a_clock(row.seconds)),
+)
+
+
 def _table(rows: list[RunRow]) -> list[str]:
-    titles = ["cell", "hash", "state", "step", "tokens/s", "loss", "where", "time", ""]
-    cells = [
-        [
-            row.cell if len(row.cell) <= NAME else f"{row.cell[: NAME - 1]}\N{HORIZONTAL ELLIPSIS}",
-            row.hash,
-            row.state.kind,
-            f"{'-' if row.step is None else row.step}/{row.steps}" if row.steps else "-",
-            _number(row.tokens_per_second, ",.0f"),
-            _number(row.loss, ".4f"),
-            row.where or "-",
-            _clock(row.seconds),
-            _note(row),
-        ]
-        for row in rows
-    ]
+    columns = (*COLUMNS, Column("", "note", _note, word=True))
     colours = [{"state": COLOURS[row.state.kind]} | ({"": "red"} if row.silent else {}) for row in rows]
-    return table(titles, cells, {"step", "tokens/s", "loss", "time"}, ("cell", "where", ""), colours)
+    return table_of(columns, rows, ("cell", "where", ""), colours)
 
 
 def _note(row: RunRow) -> str:
@@ -231,13 +230,13 @@ def _note(row: RunRow) -> str:
     if state.kind == "queued" and job:
         parts.append(job.why or job.state.lower())
         if start := moment(job.start):
-            parts.append(f"starts in {_words(start - time.time())}" if start > time.time() else "starts soon")
+            parts.append(f"starts in {lasting(start - time.time())}" if start > time.time() else "starts soon")
     if row.silent:
-        parts.append(f"silent for {_words(row.silent)} ({row.phase})")
+        parts.append(f"silent for {lasting(row.silent)} ({row.phase})")
     elif row.phase in PHASES:
         parts.append(PHASES[row.phase])
     elif state.kind == "running":
-        parts.append("first step" if row.to_go is None else f"{_clock(row.to_go)} to go")
+        parts.append("first step" if row.to_go is None else f"{on_a_clock(row.to_go)} to go")
     if row.best:
         parts.append(row.best)
     if state.attempt > 1:
@@ -311,20 +310,12 @@ def next_steps(rows: list[RunRow], runs: str, target: str) -> Iterable[tuple[str
 
 def _as_json(row: RunRow) -> dict[str, Any]:
     state, failure, job = row.state, row.state.failure, row.state.job
-    return {
-        "cell": row.cell,
-        "hash": row.hash,
+    return {column.name: column.value(row) for column in COLUMNS} | {
         "directory": str(row.directory),
-        "state": state.kind,
         "damage": state.damage or None,
         "refused": state.refused or None,
         "attempt": state.attempt,
-        "step": row.step,
         "steps": row.steps,
-        "tokens_per_second": row.tokens_per_second,
-        "loss": row.loss,
-        "where": row.where,
-        "seconds": row.seconds,
         "to_go_seconds": row.to_go,
         "silent_seconds": row.silent,
         "phase": row.phase,
@@ -346,26 +337,3 @@ def _as_json(row: RunRow) -> dict[str, Any]:
         if failure
         else None,
     }
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _clock(seconds: float | None) -> str:
-    """Format a duration: 0:43, 12:05, 3:20:00, 2d 04:10"""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 24:
-        return f"{hours // 24}d {hours % 24:02d}:{minutes:02d}"
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _words(seconds: float) -> str:
-    """Format a duration in one unit."""
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds // size:.0f} {unit}"
-    return f"{seconds:.0f} s"

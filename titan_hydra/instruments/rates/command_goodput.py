@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from titan_hydra.core.base.amounts import lasting
 from titan_hydra.core.base.errors import ConfigError, Exit, Kind
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
 from titan_hydra.core.job.config import Job
@@ -221,14 +222,6 @@ def show_shares(at: Site, rows: list[Way], source: str) -> None:
     titles = ("", "steps", "minutes", "goodput", "saving", "done again", "restarting", "fewer nodes")
     print(*table(titles, cells, titles[1:]), sep="\n")
     print("steps, minutes: between two saves")
-
-
-def lasting(seconds: float) -> str:
-    """Format a duration with three digits, in the unit that suits it."""
-    size, unit = next(
-        ((size, unit) for size, unit in ((86400, "days"), (3600, "h"), (60, "min")) if seconds >= 2 * size), (1, "s")
-    )
-    return f"{seconds / size:,.3g} {unit}"
 
 
 def draw_goodput(folder: Path, at: Site, curves: dict[str, list[dict[str, Any]]]) -> None:

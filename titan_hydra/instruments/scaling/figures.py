@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_hydra.core.base.amounts import brief
 from titan_hydra.experiments.report.plots import below, figure, save_figure
 from titan_hydra.experiments.report.style import LIGHT, LINES, drawing
 
 from .bootstrap import LEVEL, Drawn, Interval90, reach_of
-from .ladder import brief
 from .law import Ladder
 
 if TYPE_CHECKING:

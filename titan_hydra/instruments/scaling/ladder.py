@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from titan_hydra.core.base.amounts import brief
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.family import family_of
@@ -115,11 +116,3 @@ def sweep_file(name: str, overrides: Sequence[str], cells: dict[str, list[str]],
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=1_000)
     purpose = "Sizes of one model, each on several numbers of tokens, for a scaling law: titan scale."
     return f"# @package _global_\n# {purpose}\n# {comment}\n{text}"
-
-
-def brief(number: float) -> str:
-    """Return a number with three digits and K, M, B or T."""
-    for unit, sign in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= 0.9995 * unit:
-            return f"{number / unit:.3g}{sign}" if number < 999.5 * unit else f"{number / unit:.0f}{sign}"
-    return f"{number:.3g}"

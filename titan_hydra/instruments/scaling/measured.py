@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+from titan_hydra.core.base.amounts import brief
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.fault import as_typed
 from titan_hydra.core.job.config.load import changes_of
 from titan_hydra.experiments.report.cells import ReportCell, gather, mean
 from titan_hydra.experiments.runs.find import RunCell, Selection
 
-from .ladder import brief
 from .law import Ladder
 
 COUNTS = {

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titan_hydra.core.base.amounts import brief
 from titan_hydra.core.base.text import table
 from titan_hydra.experiments.plan import predict
 
@@ -13,7 +14,7 @@ from . import bootstrap
 from .afford import Offer
 from .bootstrap import LEVEL, Drawn, Interval90, LeftOut, RecipeVerdict
 from .figures import Target
-from .ladder import SHAPE, brief
+from .ladder import SHAPE
 from .measured import MeasuredLadder, describe_ladder
 
 TIMES = (1.0, 10.0, 100.0)  # budgets of the table of best sizes, relative to the run with most compute

@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
 from functools import reduce
 from typing import Any
@@ -43,6 +43,13 @@ class Fault:
 def fault_at(job: Any, key: str, reason: str, *legal: Any) -> Fault:
     """Return the fault of the value that a job (or another tree of sections) has at a dotted key."""
     return Fault(key, reduce(getattr, key.split("."), job), reason, legal)
+
+
+def required(job: Any, *rows: tuple[str, Any, str]) -> Iterator[Fault]:
+    """Yield a fault for each row of a key, the value that it must have, and the reason, if the key has another value."""
+    for key, value, reason in rows:
+        if (fault := fault_at(job, key, reason, value)).value != value:
+            yield fault
 
 
 def bad_value(key: str, value: Any, reason: str, *legal: Any) -> ConfigError:

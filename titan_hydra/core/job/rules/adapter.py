@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from titan_hydra.core.job.adapter import adapts
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.fault import Fault, fault_at
+from titan_hydra.core.job.config.fault import Fault, fault_at, required
 from titan_hydra.core.job.config.operation import LOADED
 from titan_hydra.core.job.config.schema import Job
 
@@ -23,25 +23,14 @@ def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
     adapter = f"adapter={job.adapter.name}"
     if job.model.sparse:
         yield fault_at(job, "adapter.name", f"experts of {job.model.family} have no adapters", "none")
-    if job.precision.converter:
-        yield fault_at(job, "precision.converter", f"{adapter} needs plain linears", "null")
-    if job.parallelism.backend != "fsdp2":
-        yield fault_at(
-            job, "parallelism.backend", f"{adapter} has frozen weights, which this backend does not shard", "fsdp2"
-        )
-    if job.loss.name == "linear_cross_entropy":
-        yield fault_at(
-            job, "loss.name", f"it computes the gradient of the head, which {adapter} freezes", "cross_entropy"
-        )
-    if job.fault_tolerance.name != "off":
-        yield fault_at(
-            job,
-            "fault_tolerance.name",
-            f"replica groups exchange all weights, and {adapter} trains only its own",
-            "off",
-        )
-    if job.checkpoint.export_dtype:
-        yield fault_at(job, "checkpoint.export_dtype", f"{adapter} is exported by titan checkpoint export", "null")
+    yield from required(
+        job,
+        ("precision.converter", None, f"{adapter} needs plain linears"),
+        ("parallelism.backend", "fsdp2", f"{adapter} has frozen weights, which this backend does not shard"),
+        ("loss.name", "cross_entropy", f"it computes the gradient of the head, which {adapter} freezes"),
+        ("fault_tolerance.name", "off", f"replica groups exchange all weights, and {adapter} trains only its own"),
+        ("checkpoint.export_dtype", None, f"{adapter} is exported by titan checkpoint export"),
+    )
     if not set(job.checkpoint.exclude_from_loading) >= set(LOADED):
         yield fault_at(
             job,

@@ -15,7 +15,7 @@ from titan_hydra.core.job.batches import samples_at_once
 from titan_hydra.core.job.config import user_code
 from titan_hydra.core.job.config.attention import call_of, kernel_fault
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.fault import Fault, counted, divisors, fault_at, multiples_around
+from titan_hydra.core.job.config.fault import Fault, counted, divisors, fault_at, multiples_around, required
 from titan_hydra.core.job.config.load import to_dict, values_are_what_the_schema_takes
 from titan_hydra.core.job.config.registry import OPTIMIZERS
 from titan_hydra.core.job.config.schema import Job
@@ -314,18 +314,13 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
             f"{job.pp_schedule.name} would compute wrong gradients",
             legal=("never",),
         )
-    # with ac=full, torch 2.13 recomputed each block 11 times, and held ten of the results in memory at once
-    if job.ac.name != "none":
-        yield fault_at(
-            job,
-            "ac.name",
-            f"{job.pp_schedule.name} computes weight gradients separately, and torch would recompute a block for each of its weights",
-            "none",
-        )
-    if job.compile.name != "off":
-        yield fault_at(
-            job, "compile.name", f"{job.pp_schedule.name} splits the backward, which compiled blocks refuse", "off"
-        )
+    name = job.pp_schedule.name
+    each = "torch would recompute a block for each of its weights"  # 2.13, ac=full: 11 times, ten held at once
+    yield from required(
+        job,
+        ("ac.name", "none", f"{name} computes weight gradients separately, and {each}"),
+        ("compile.name", "off", f"{name} splits the backward, which compiled blocks refuse"),
+    )
 
 
 RECIPE.extend(objective.RULES + precision.RULES + adapter.RULES + replicas.RULES + experts.RECIPE + compile.RECIPE)
@@ -377,24 +372,19 @@ def masters_can_be_split(job: Job) -> Iterator[Fault]:
     if job.optimizer.masters == "whole":
         return
     precision, kind = job.precision, OPTIMIZERS[job.optimizer.name]
-    why = (
-        "precision.compute_dtype=float32 leaves nothing to split"
-        if precision.compute_dtype == "float32"
-        else "precision.param_dtype=bfloat16 has no float32 masters"
-        if precision.param_dtype != "float32"
-        else f"optimizer.name={kind.name} updates whole masters alone"
-        if not kind.splits_masters
-        else "parallelism.backend=simple_fsdp rounds gradients to the dtype of the weights"
-        if job.parallelism.backend != "fsdp2"
-        else f"precision.converter={precision.converter} gathers weights in its own format, from float32"
-        if gathers_in_format(job)
-        else f"adapter={job.adapter.name} has few of them"
-        if adapts(job)
-        else f"fault_tolerance={job.fault_tolerance.name} exchanges whole weights"
-        if job.fault_tolerance.name != "off"
-        else None
-    )
-    if why:
+    whys = {
+        "precision.compute_dtype=float32 leaves nothing to split": precision.compute_dtype == "float32",
+        "precision.param_dtype=bfloat16 has no float32 masters": precision.param_dtype != "float32",
+        f"optimizer.name={kind.name} updates whole masters alone": not kind.splits_masters,
+        "parallelism.backend=simple_fsdp rounds gradients to the dtype of the weights": job.parallelism.backend
+        != "fsdp2",
+        f"precision.converter={precision.converter} gathers weights in its own format, from float32": gathers_in_format(
+            job
+        ),
+        f"adapter={job.adapter.name} has few of them": adapts(job),
+        f"fault_tolerance={job.fault_tolerance.name} exchanges whole weights": job.fault_tolerance.name != "off",
+    }
+    if why := next((why for why, holds in whys.items() if holds), None):
         yield Fault("optimizer.masters", "split", why, legal=("whole",))
 
 

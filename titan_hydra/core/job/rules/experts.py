@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from titan_hydra.core.job.config.fault import Fault, fault_at, multiples_around
+from titan_hydra.core.job.config.fault import Fault, fault_at, multiples_around, required
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.dtypes import SIZE
 from titan_hydra.core.job.ranks import expert_degrees, sparse
@@ -12,10 +12,9 @@ from titan_hydra.core.job.ranks import expert_degrees, sparse
 
 def dense_models_have_no_expert_ranks(job: Job) -> Iterator[Fault]:
     """`ep` splits experts and `debug.balance_experts` balances them, but a dense model has no experts."""
-    if not job.model.sparse and job.parallelism.ep != 1:
-        yield fault_at(job, "parallelism.ep", f"{job.model.family} has no experts to split", 1)
-    if not job.model.sparse and job.debug.balance_experts:
-        yield fault_at(job, "debug.balance_experts", f"{job.model.family} has no experts", False)
+    if not job.model.sparse:
+        none = f"{job.model.family} has no experts"
+        yield from required(job, ("parallelism.ep", 1, f"{none} to split"), ("debug.balance_experts", False, none))
 
 
 def experts_divide_over_their_ranks(job: Job) -> Iterator[Fault]:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 
-from titan_hydra.core.job.config.fault import Fault, counted, divisors, fault_at
+from titan_hydra.core.job.config.fault import Fault, counted, divisors, fault_at, required
 from titan_hydra.core.job.config.registry import EXECUTORS
 from titan_hydra.core.job.config.schema import Job
 
@@ -47,8 +47,6 @@ def replica_groups_are_processes(job: Job) -> Iterator[Fault]:
     """
     if job.fault_tolerance.name == "off":
         return
-    if job.launch.packed:
-        yield fault_at(job, "launch.packed", "replica groups are jobs of their own, which run at the same time", False)
     if EXECUTORS[executor := job.cluster.executor].single and job.fault_tolerance.replicas > 1:
         yield Fault(
             "cluster.executor",
@@ -56,13 +54,11 @@ def replica_groups_are_processes(job: Job) -> Iterator[Fault]:
             "runs one process, and each replica group needs at least one",
             legal=("local",),
         )
-    if job.comm.name == "fake":
-        yield Fault(
-            "comm.name",
-            "fake",
-            "replica groups need real processes, and fake process groups run one rank",
-            legal=("default",),
-        )
+    yield from required(
+        job,
+        ("launch.packed", False, "replica groups are jobs of their own, which run at the same time"),
+        ("comm.name", "default", "replica groups need real processes, and fake process groups run one rank"),
+    )
 
 
 def too_many(job: Job, node: int) -> Fault:

@@ -8,11 +8,12 @@ failed operations as complete.
 """
 
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from titan_hydra.core.base.amounts import time_of_day
 
 from . import layout
 
@@ -177,13 +178,13 @@ def _described(attempt: Path, dumps: dict[int, Dump], waits: list[Wait], wait: W
         after = f"{went_on - wait.operation['time']:.0f} s after rank {wait.rank}, which waited in {wait}"
         line = f"it went on {after}"
         text = (
-            f"{name} came late: {when}, it went on at {clock(went_on)}, {after} and had given up. "
+            f"{name} came late: {when}, it went on at {time_of_day(went_on)}, {after} and had given up. "
             "The rank, or its host, was paused until then."
         )
     elif left_out:
         text = f"{name} left out {wait} in step {content['step']}, and went on; the number is that of the step before."
     elif dump:
-        text = f"{name} is late: {when}, since {clock(content['since'])}, it has not begun {wait}."
+        text = f"{name} is late: {when}, since {time_of_day(content['since'])}, it has not begun {wait}."
     else:
         text = f"{name} is gone: it left no dump. A{when[1:]}, the others wait for it in {wait}."
     text += f" It is called in {site(wait.operation)}."
@@ -213,7 +214,7 @@ def undecided(dumps: dict[int, Dump], waits: list[Wait]) -> Verdict:
     )
     text = f"{line[0].upper()}{line[1:]}."
     for rank, dump in sorted(dumps.items()):
-        text += f"\n  rank {rank}: step {dump.content['step']}, {dump.content['phase']}, since {clock(dump.content['since'])}"
+        text += f"\n  rank {rank}: step {dump.content['step']}, {dump.content['phase']}, since {time_of_day(dump.content['since'])}"
         text += "".join(f"; waits for rank {wait.other} in {wait}" for wait in waits if wait.rank == rank)
     return Verdict(None, None, line, text)
 
@@ -229,7 +230,3 @@ def site(one: Operation) -> str:
     """Return the innermost line of an operation's stack outside torch; if all lines are in torch, the outermost line."""
     frames = one.get("stack") or ["a line that is not recorded"]
     return next((frame for frame in frames if "/torch/" not in frame), frames[-1])
-
-
-def clock(moment: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(moment))

@@ -21,8 +21,8 @@ from torchft.checkpointing import CheckpointTransport
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
+from titan_hydra.core.base.amounts import time_of_day
 from titan_hydra.core.base.errors import RunError
-from titan_hydra.core.base.text import CLOCK
 from titan_hydra.core.checkpoint import state
 from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.data.loader import Loader
@@ -169,9 +169,7 @@ class PerStep(Groups):
                 tensor.copy_(host)  # has no effect if `host` shares the tensor's memory
             except RuntimeError as error:  # gloo raises no other exceptions
                 reason = str(error).splitlines()[0]
-                print(
-                    f"{time.strftime(CLOCK)}  step {self.manager.current_step() + 1} is repeated: {reason}", flush=True
-                )
+                print(f"{time_of_day()}  step {self.manager.current_step() + 1} is repeated: {reason}", flush=True)
                 self.manager.report_error(error)
         if self.manager.errored():
             # Shut down the channel now. Otherwise a group that is blocked in it, waiting for this group, would never

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_hydra.core.base.text import CLOCK, finite_or_null
+from titan_hydra.core.base.amounts import or_dash, time_of_day
+from titan_hydra.core.base.text import finite_or_null
 from titan_hydra.core.job.adapter import adapts
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import counted
@@ -342,7 +343,7 @@ def device_name(device: torch.device) -> str:
 def console_line(row: dict[str, Any], steps: int) -> str:
     parts = [
         _step(row, steps),
-        f"loss {_shown(row['loss'])} (mean {_shown(row['loss_mean'])})",
+        f"loss {or_dash(row['loss'], '.4f')} (mean {or_dash(row['loss_mean'], '.4f')})",
         f"norm {row['grad_norm']:.3f}",
         f"lr {row['lr']:.2e}",
         f"{row['tokens_per_second']:,.0f} tokens/s",
@@ -365,7 +366,7 @@ def event_line(row: dict[str, Any], steps: int) -> str:
     """Return the line of an event, in the style of a step's line."""
     values = {key: value for key, value in row.items() if key not in ("event", "step")}
     if row["event"] == "validation":
-        parts = [f"validation loss {_shown(values['validation_loss'])}", f"{values['seconds']:.2f} s"]
+        parts = [f"validation loss {or_dash(values['validation_loss'], '.4f')}", f"{values['seconds']:.2f} s"]
     elif row["event"] == "checkpoint":
         held, seconds = values["seconds_held"], values["seconds"]
         parts = [
@@ -381,11 +382,7 @@ def event_line(row: dict[str, Any], steps: int) -> str:
 
 
 def _step(row: dict[str, Any], steps: int) -> str:
-    return f"{time.strftime(CLOCK)}  step {row['step']:>{len(str(steps))}}/{steps}"
-
-
-def _shown(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.4f}"
+    return f"{time_of_day()}  step {row['step']:>{len(str(steps))}}/{steps}"
 
 
 def truncate(path: Path, last_step: int) -> None:

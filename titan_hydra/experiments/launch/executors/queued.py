@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_hydra.core.base.amounts import time_of_day
 from titan_hydra.core.base.errors import Exit
 from titan_hydra.core.job.run.records import alive
 from titan_hydra.experiments.launch.attach import Interrupts
@@ -72,7 +73,7 @@ def follow(cells: list[Cell], interrupts: Interrupts) -> list[State]:
             if before.get(cell.directory) != words:
                 before[cell.directory] = words
                 where = f" on {state.host}" if state.host and state.kind == "running" else ""
-                print(f"{time.strftime('%H:%M:%S')}  {cell.directory.name}: {words}{where}", flush=True)
+                print(f"{time_of_day()}  {cell.directory.name}: {words}{where}", flush=True)
         if interrupts.received or not any(state.active for state in states):
             return states
         deadline = time.monotonic() + POLL

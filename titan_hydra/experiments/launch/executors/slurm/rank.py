@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from titan_hydra.core.base.amounts import time_of_day
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.run import group_at
 from titan_hydra.core.train.worker import Place, run_rank
@@ -40,12 +41,12 @@ def requeue_after_kill(job: str, attempt: Path, limit: int) -> None:
             asked = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, timeout=10)
             if KILLED.search(asked.stdout):
                 subprocess.run(["scontrol", "requeue", job], check=True, timeout=10)
-                print(f"{time.strftime('%T')} the batch script was killed: the job is requeued", flush=True)
+                print(f"{time_of_day()} the batch script was killed: the job is requeued", flush=True)
                 return
         except FileNotFoundError:  # a container without SLURM's programs
             return
         except (OSError, subprocess.SubprocessError) as error:
-            print(f"{time.strftime('%T')} {error}", flush=True)
+            print(f"{time_of_day()} {error}", flush=True)
         time.sleep(SECONDS)
 
 
