@@ -1,5 +1,5 @@
-"""An instrument or a recipe is deleted by deleting its folder and the files named in its files.txt; those that import it
-are deleted with it. Without all of them, core and experiments train as before.
+"""An instrument or a recipe is deleted by deleting its folder and what its files.txt names: files, and sections of pages
+(docs/PAGE.md#heading); those that import it are deleted with it. Without all of them, core and experiments train as before.
 """
 
 import json
@@ -17,12 +17,28 @@ from titan_hydra.core.job.config.registry import REGISTRIES
 ROOT = Path(__file__).parents[1]
 PARTS = [f"{wing}/{name}" for wing in WINGS for name in names_of_additions(wing)]
 # Other pages link to a part's page, and cases of the GPU kit and of the pretended device name its model.
+DROPPED = {ord(sign): None for sign in "(),:."}  # signs that an anchor leaves out
 OTHERS = ("tests/test_docs.py", "tests/gpu", "tests/pretended_cuda")
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_its_files_are_there(part):
     assert all((ROOT / file).exists() for file in files_of(part))
+    for page, anchor in sections_of(part):
+        assert anchor in sections((ROOT / page).read_text())
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part.startswith("recipes/")])
+def test_a_recipe_has_a_page_or_a_section_of_one(part):
+    assert any(file.startswith("docs/") and file.endswith(".md") for file in files_of(part)) or sections_of(part)
+
+
+def test_no_section_of_a_page_that_recipes_share_stays_behind():
+    shared = {page for part in PARTS for page, _ in sections_of(part)}
+    owned = [place for part in PARTS for place in sections_of(part)]
+    left = [(page, anchor) for page in shared for anchor in sections((ROOT / page).read_text())]
+    assert sorted(set(left) - set(owned)) == [("docs/fine-tuning.md", "adapters-lora")]  # of core
+    assert len(owned) == len(set(owned))
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -68,6 +84,9 @@ def copy_without(target: Path, parts: list[str]) -> None:
         if not any((ROOT / file).is_relative_to(place) for place in gone):
             (target / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, target / file, follow_symlinks=False)
+    for page, anchor in (place for part in parts for place in sections_of(part)):
+        text = (target / page).read_text()
+        (target / page).write_text(text.replace(sections(text)[anchor], ""))
     describe = [sys.executable, "-m", "titan_hydra.experiments.compose.describe", "docs/configuration.md"]
     subprocess.run(describe, cwd=target, check=True)
 
@@ -100,4 +119,21 @@ def with_those_that_import(part: str) -> list[str]:
 
 
 def files_of(part: str) -> list[str]:
+    return [file for file in _owned(part) if "#" not in file]
+
+
+def sections_of(part: str) -> list[tuple[str, str]]:
+    """Return the sections of pages that a part owns, each as page and anchor."""
+    return [(page, anchor) for page, _, anchor in (file.partition("#") for file in _owned(part)) if anchor]
+
+
+def sections(page: str) -> dict[str, str]:
+    """Return the sections of a page's second level, each by its anchor."""
+    parts = re.split(r"^(?=## )", page, flags=re.M)[1:]
+    return {
+        part.splitlines()[0].removeprefix("## ").lower().replace(" ", "-").translate(DROPPED): part for part in parts
+    }
+
+
+def _owned(part: str) -> list[str]:
     return (ROOT / "titan_hydra" / part / "files.txt").read_text().split()
