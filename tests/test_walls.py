@@ -231,8 +231,6 @@ def test_files_stay_short():
 # Members that look private to this check but are allowed: members of foreign classes that our subclasses override or
 # use, and public members of Python.
 INHERITED = {
-    ("experiments/launch/executors/ranks.py", "_forward_signal"): "submitit.local.local:Controller",
-    ("experiments/launch/executors/ranks.py", "_submit_command"): "submitit.local.local:LocalExecutor",
     (
         "experiments/launch/executors/slurm/sbatch.py",
         "_make_submission_file_text",

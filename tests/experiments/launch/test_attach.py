@@ -1,4 +1,4 @@
-"""Ranks are asked to stop once, and as soon as they can be asked, whenever in their start the request comes."""
+"""Ranks and launchers are asked to stop, whenever in their start the request comes."""
 
 import os
 import signal
@@ -9,7 +9,6 @@ import time
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.records import process
 from titan_hydra.experiments.launch.attach import Interrupts, attach
-from titan_hydra.experiments.launch.executors.ranks import Ranks
 from titan_hydra.experiments.runs import rundir
 
 
@@ -41,25 +40,3 @@ def test_a_mark_of_titan_cancel_is_a_request(tmp_path):
     rundir.mark_cancelled(attempt)
     attach(tmp_path, attempt, 10, Interrupts(), parent)
     assert parent.returncode == -signal.SIGKILL
-
-
-def test_a_rank_is_asked_when_it_listens(tmp_path, monkeypatch):
-    """Before a rank has its own handler, submitit's handler ignores the signal."""
-    for name, value in (("NTASKS", 1), ("COMMAND", ""), ("TIMEOUT_S", 60), ("SIGNAL_DELAY_S", 1), ("WITH_SHELL", "")):
-        monkeypatch.setenv(f"SUBMITIT_LOCAL_{name}", str(value))
-    monkeypatch.setenv("SUBMITIT_STDERR_TO_STDOUT", "")
-    before = signal.getsignal(signal.SIGTERM)
-    ranks = Ranks(tmp_path / "submitit")
-    signal.signal(signal.SIGTERM, before)
-    deaf = ["sh", "-c", "trap '' TERM; echo; read go; trap 'exit 75' TERM; echo; while :; do sleep 0.05; done"]
-    rank = subprocess.Popen(deaf, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    ranks.tasks = [rank]
-    rank.stdout.readline()
-    ranks._forward_signal(signal.SIGTERM)
-    ranks.ask()
-    rank.stdin.write(b"\n")
-    rank.stdin.flush()
-    rank.stdout.readline()
-    layout.RANK.write(tmp_path, {**process(rank.pid), "started": time.time()}, 0)
-    ranks.ask()
-    assert rank.wait(30) == 75

@@ -79,7 +79,7 @@ def test_interrupt_before_the_trainer_listens_needs_no_patience(launcher):
     process = launcher.start(*launcher.ENDLESS, "gpus=2", "cluster.stop_seconds=1000")
     launcher.wait(lambda: len(list(launcher.folder.glob("importing_*"))) == 2)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=300)  # with submitit's own handler the ranks would ignore it
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert launcher.processes() == []
 
@@ -145,7 +145,7 @@ def test_rank_that_dies_while_importing(launcher):
     folder = launcher.folder.parent / "early"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
-        "import os, sys\nif os.environ.get('SUBMITIT_LOCAL_GLOBALID') == '1':\n"
+        "import os, sys\nif os.environ.get('TITAN_RANK') == '1':\n"
         "    print('no such module', file=sys.stderr, flush=True); os._exit(4)"
     )
     launcher.env["PYTHONPATH"] = str(folder)

@@ -1,4 +1,4 @@
-"""Private members of torch, torchao, Hydra, submitit and argparse that this package uses, each with the reason. No other
+"""Private members of torch, torchao, Hydra and argparse that this package uses, each with the reason. No other
 file names a private member.
 
 A name is resolved only by `from titan_hydra.core.base.private import NAME`. So a login node imports no torch, and a rank
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
     import torch
-    from submitit.local.local import LocalJob
     from torch import Tensor
     from torch.distributed.checkpoint.staging import DefaultStager
     from torch.distributed.device_mesh import DeviceMesh
@@ -342,11 +340,6 @@ def keep_staged(stager: DefaultStager) -> None:
 def staging_executor(stager: DefaultStager) -> ThreadPoolExecutor:
     """Return the executor of the thread in which a checkpoint's stager copies."""
     return stager._staging_executor
-
-
-def process_of(job: LocalJob[Any]) -> subprocess.Popen[bytes]:
-    """Return the process of a job of submitit's local executor, to wait for it and to kill it."""
-    return job._process
 
 
 def options_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:

@@ -119,9 +119,7 @@ class Log(io.FileIO):
 
 
 def own_process(log: Path) -> None:
-    """Redirect this rank's output to its log, replace the signal handlers that submitit has installed, and let SIGQUIT
-    print the stacks of all threads.
-    """
+    """Redirect this rank's output to its log, handle requests to stop, and let SIGQUIT print the stacks of all threads."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target in (1, 2):
         os.dup2(descriptor, target)
@@ -132,7 +130,6 @@ def own_process(log: Path) -> None:
         )
         for number in (1, 2)
     )
-    signal.signal(signal.SIGCONT, signal.SIG_DFL)
     for number in STOPS:
         signal.signal(number, _stop_before_training)
     faulthandler.enable()

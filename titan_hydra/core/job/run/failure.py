@@ -161,7 +161,7 @@ def _hang(attempt: Path, ranks: list[Ended], first: Ended) -> Failure:
 
 def _without_ranks(attempt: Path) -> Failure | None:
     """Return the failure of the ranks' parent process; None if this process has left no traceback."""
-    log = layout.SUBMITIT.of(attempt) / "parent.log"
+    log = layout.PARENT_LOG.of(attempt)
     if "Traceback" in (text := layout.last_lines(log)):
         return Failure(None, Exit.BUG, "the ranks' parent process failed", text, log, Kind.BUG, attempt=attempt)
     return None
@@ -262,14 +262,9 @@ class Ended:
 
     @property
     def log(self) -> Path:
-        """The rank's log. For a rank that died before it opened its log (by an import error), the output that the
-        parent process has captured.
-        """
+        """The rank's log. For a rank that died before it opened its log (by an import error), the job's log."""
         log = layout.LOG.of(self.attempt, self.rank)
-        if log.exists():
-            return log
-        caught = layout.SUBMITIT.of(self.attempt).glob(f"*_{self.rank}_log.err")
-        return max(caught, key=lambda file: file.lstat().st_size, default=layout.JOB_LOG.of(self.attempt))
+        return log if log.exists() else layout.JOB_LOG.of(self.attempt)
 
 
 def _out_of_memory(rank: int, error: dict[str, Any]) -> str:

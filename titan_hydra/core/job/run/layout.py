@@ -238,7 +238,7 @@ PROFILE = Entry("profile/", EVERY, "what `profiling=on` records")
 ACTIVATIONS = Entry("activations_<r>.jsonl", "rank r", "what `debug.trace_activations` records", Fields(
     {"step": int, "pass": str, "what": str, "module": str, "call": int, "order": list[float], "hash": str}, {"norm": float | str}))
 RENDEZVOUS = Entry("rendezvous", FIRST, "the address at which the ranks find each other")
-SUBMITIT = Entry("submitit/", LOCAL, "submitit's files; `parent.log` is the output of the ranks' parent process")
+PARENT_LOG = Entry("parent.log", LOCAL, "the output of the ranks' parent process")
 JOB_LOG = Entry("job.log", SCRIPT, "what the job itself printed, before and beside its ranks")
 OWN_JOB = Entry("job", SCRIPT, "the job that owns the attempt")
 GROWTH = Entry("growth", SCRIPT, "of an elastic run that grows: seconds between two checks for free nodes; then, if the run was requeued "
@@ -251,7 +251,7 @@ NODE = Entry("node_<n>.json", "node n", "the process that started the ranks of a
     {}, PROCESS | {"name": str, "node": str, "ranks": Each(Fields({}, ENDED), named=True), "exit_status": int, "asked": bool}))
 NODES = Entry("nodes.json", "node 0", "the nodes whose ranks run in the attempt", Fields({"names": list[str]}))
 REPLACED = Entry("replaced", "node n", "a mark: another process has come in place of a node's")
-OF_ATTEMPT = (CLAIM, RANKS, RANK, LOG, STATUS, BEAT, FLIGHT, MEMORY, PROFILE, ACTIVATIONS, RENDEZVOUS, SUBMITIT, JOB_LOG, OWN_JOB,
+OF_ATTEMPT = (CLAIM, RANKS, RANK, LOG, STATUS, BEAT, FLIGHT, MEMORY, PROFILE, ACTIVATIONS, RENDEZVOUS, PARENT_LOG, JOB_LOG, OWN_JOB,
               GROWTH, EXIT, STOPPED, CANCELLED, SPENT, NODE, NODES, REPLACED)
 
 SWEEPS = Entry("_sweeps/", LAUNCHER, "a folder for each sweep")

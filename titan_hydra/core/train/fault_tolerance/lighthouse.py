@@ -15,15 +15,18 @@ from titan_hydra.core.job.config.files import write_text
 DAY = 24 * 60 * 60 * 1000
 
 
+def serve_lighthouse(address: str, silent: float) -> LighthouseServer:
+    """Serve on an address. A group that has sent no heartbeat for `silent` seconds is dropped."""
+    return LighthouseServer(bind=address, min_replicas=1, heartbeat_timeout_ms=int(1000 * silent), join_timeout_ms=DAY)
+
+
 def main() -> None:
     """Serve on a free port of this machine, and write the address to a file. After a restart, serve on the same port,
     which the file contains.
     """
     path, silent = Path(sys.argv[1]), float(sys.argv[2])
     port = path.read_text().rpartition(":")[2] if path.exists() else "0"
-    server = LighthouseServer(
-        bind=f"127.0.0.1:{port}", min_replicas=1, heartbeat_timeout_ms=int(1000 * silent), join_timeout_ms=DAY
-    )
+    server = serve_lighthouse(f"127.0.0.1:{port}", silent)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, f"http://127.0.0.1:{server.address().rpartition(':')[2]}", durable=False)
     sys.stdin.read()  # the read returns when the parent process ends

@@ -264,9 +264,7 @@ class PerStep(Groups):
         path, deadline = self.run.meetings / "lighthouse", time.monotonic() + limit
         while not path.exists():
             if time.monotonic() > deadline:
-                raise RunError(
-                    f"torchft's lighthouse did not start: {path} is not there; its errors are in submitit/parent.log"
-                )
+                raise RunError(f"torchft's lighthouse did not start: {path} is not there; its errors are in parent.log")
             time.sleep(POLL)
         return path.read_text()
 

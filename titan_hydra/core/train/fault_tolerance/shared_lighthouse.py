@@ -31,7 +31,7 @@ from titan_hydra.core.base.errors import RunError
 from titan_hydra.core.job.config.files import write_text
 from titan_hydra.core.job.run.layout import Entry
 
-from .lighthouse import DAY
+from .lighthouse import serve_lighthouse
 from .quorum import once
 
 LIGHTHOUSE = Entry(
@@ -100,9 +100,7 @@ class Lighthouse:
 
     def take_over(self, number: int) -> None:
         """Become the lighthouse with this number, unless another process was faster."""
-        server = LighthouseServer(
-            bind="[::]:0", min_replicas=1, heartbeat_timeout_ms=int(1000 * self.silent), join_timeout_ms=DAY
-        )
+        server = serve_lighthouse("[::]:0", self.silent)
         mine = {"host": socket.gethostname(), "port": int(server.address().rpartition(":")[2]), "counter": 0}
         # The groups arrive at different times, so the first quorum must be delayed. A heartbeat is sent for a group
         # that does not exist, and the quorum waits until that heartbeat is too old.

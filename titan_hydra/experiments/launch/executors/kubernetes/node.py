@@ -13,7 +13,6 @@ left.
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,16 +26,13 @@ from titan_hydra.core.job.run.frozen import load_job
 from titan_hydra.core.job.run.records import this_process
 from titan_hydra.core.job.run.run import newest_attempt
 from titan_hydra.core.train.worker import until_seen
+from titan_hydra.experiments.launch.executors.supervisor import GRACE, Supervisor, ended_silently
 from titan_hydra.experiments.runs import rundir
 
 from .keys import KubernetesCluster
-from .manifest import PodShape
+from .manifest import NAME, PodShape
 
 POLL = 0.5  # seconds between two checks of the attempt
-GRACE = 1.5  # seconds that the other ranks may take to end by themselves after a rank has failed
-# seconds that the other ranks may take to end by themselves after a rank has stopped on request; they may still be
-# writing their checkpoint
-GRACE_STOPPED = 60.0
 MARGIN = 5.0  # seconds before the end of the pod's grace period at which ranks that have not stopped are killed
 LOST = 3  # maximum number of successive attempts that end before their first step; after one more, the Job fails
 GONE = 30  # seconds without a heartbeat after which a rank of another pod counts as gone
@@ -49,15 +45,11 @@ class Node:
         self.directory, self.first, self.token, self.job = directory, first, token, job
         self.pod, self.index = os.environ["POD_NAME"], int(os.environ["JOB_COMPLETION_INDEX"])
         self.asked = 0.0  # the time (by time.monotonic) at which the pod was asked to stop
-        self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         self.record: dict[str, Any] = {**this_process(), "name": self.pod, "node": os.environ.get("NODE_NAME", "")}
 
     def ask(self, number: int, frame: FrameType | None) -> None:
-        """Record that the pod is asked to stop, and pass the signal on to the ranks."""
+        """Record that the pod is asked to stop."""
         self.asked = self.asked or time.monotonic()
-        for rank in self.ranks.values():
-            if rank.poll() is None:
-                rank.send_signal(signal.SIGTERM)
 
     def run(self) -> int:
         """Take part in one attempt, and return the exit status of the pod."""
@@ -78,28 +70,30 @@ class Node:
     def join(self) -> Path | None:
         """Wait until the list of the newest attempt's pods contains this pod, and return this attempt. Return None if the
         run is done or this pod is asked to stop.
-
-        Each look at the attempt leads to one action: the pod begins (it is listed), has the attempt replaced (the list
-        is without it), announces itself (its record is not there), or writes the list (all records are there).
         """
         while not self.asked and layout.RESULT.read(self.directory).get("status") != "done":
             attempt = layout.ATTEMPT.of(self.directory, newest_attempt(self.directory))
             if layout.CLAIM.read(attempt).get("token") != self.token:
                 raise ConfigError(f"{attempt} is not that of Job {self.job}; nothing is started")
             announced = layout.NODE.read_all(attempt)  # listing the folder makes an NFS client see new files
-            listed = layout.NODES.read(attempt).get("names", [])
-            if self.pod in listed:
+            listed = layout.NODES.read(attempt).get("names")
+            if listed is None:
+                self.announce(attempt, announced)
+            elif self.pod in listed:
                 return attempt
-            if listed:
+            else:  # this pod has come in place of a listed one
                 layout.REPLACED.of(attempt).touch()
                 if self.index == 0:
                     self.begin_next(attempt)
-            elif announced.get(self.index, {}).get("name") != self.pod:
-                self.write(attempt)
-            elif self.index == 0 and len(announced) == self.shape.pods:
-                layout.NODES.write(attempt, {"names": [announced[index]["name"] for index in range(self.shape.pods)]})
             time.sleep(POLL)
         return None
+
+    def announce(self, attempt: Path, announced: dict[int, dict[str, Any]]) -> None:
+        """Write this pod's record into an attempt. If all pods have done so, the pod of index 0 lists them."""
+        if announced.get(self.index, {}).get("name") != self.pod:
+            self.write(attempt)
+        elif self.index == 0 and len(announced) == self.shape.pods:
+            layout.NODES.write(attempt, {"names": [announced[index]["name"] for index in range(self.shape.pods)]})
 
     def begin_next(self, attempt: Path) -> None:
         """Create the next attempt. If a rank of the last attempt has failed by itself, or the pods were started again
@@ -118,58 +112,28 @@ class Node:
         rundir.claim_next(self.directory, number + 1, owner | {"job_id": self.job})
 
     def train(self, attempt: Path) -> int:
-        """Run the ranks of this pod to their end, and return the exit status of the pod."""
+        """Run the ranks of this pod to their end, and return the exit status of the pod: that of a rank that failed by
+        itself, else REQUEUED if the ranks were asked to stop or have lost a rank of another pod.
+        """
         size, first = self.shape.ranks_per_pod, self.index * self.shape.ranks_per_pod
-        for number in range(size):
-            place = {
-                "TITAN_RANK": first + number,
-                "TITAN_RANKS": size * self.shape.pods,
-                "TITAN_LOCAL_RANK": number,
-                "TITAN_LOCAL_RANKS": size,
-            }
-            environment = {**os.environ, **{name: str(value) for name, value in place.items()}}
-            command = [sys.executable, "-u", "-m", f"{__package__}.rank", str(self.directory), attempt.name, self.job]
-            with layout.JOB_LOG.of(attempt).open("ab") as log:
-                self.ranks[first + number] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        if self.asked:  # the signal may have come between the starts of two ranks
-            self.ask(signal.SIGTERM, None)
-        ended: dict[int, dict[str, Any]] = {}
-        deadline, looked, lost = float("inf"), 0.0, False
-        while any(rank.poll() is None for rank in self.ranks.values()):
+        # the namespace's Service gives the pod of rank 0 this name
+        arguments = (self.job, f"{self.job}-0.{NAME}")
+        ranks = Supervisor(attempt, range(first, first + size), size * self.shape.pods, arguments)
+        looked = 0.0
+        for _ in ranks.watch():
             now = time.monotonic()
             if self.asked:
-                deadline = min(deadline, self.asked + max(self.cluster.stop_seconds - MARGIN, GRACE))
+                ranks.ask()
+                ranks.end_within(self.asked + max(self.cluster.stop_seconds - MARGIN, GRACE) - now)
             if now - looked > 4 * POLL:
-                looked, lost = now, layout.REPLACED.name in os.listdir(attempt)
-            for number, rank in self.ranks.items():
-                if number not in ended and rank.poll() is not None:
-                    ended[number] = {"exit_status": rank.returncode, "ended": time.time()}
-                    if rank.returncode or ended_silently(attempt, number):
-                        deadline = min(deadline, now + (GRACE_STOPPED if rank.returncode in STOPPED else GRACE))
-            if now > deadline or lost:
-                self.kill(ended)
-            time.sleep(POLL / 5)
-        for number, rank in self.ranks.items():
-            ended.setdefault(number, {"exit_status": rank.returncode, "ended": time.time()})
-        self.write(attempt, ranks={str(number): end for number, end in ended.items()})
-        return self.status(attempt, ended)
-
-    def kill(self, ended: dict[int, dict[str, Any]]) -> None:
-        """Let the running ranks log their stacks, then kill them."""
-        for number_of_signal in (signal.SIGQUIT, signal.SIGKILL):
-            for number, rank in self.ranks.items():
-                if rank.poll() is None:
-                    rank.send_signal(number_of_signal)
-                    ended.setdefault(number, {"ended": time.time(), "killed": True})
-            time.sleep(0.3)
-        for number, end in ended.items():
-            end.setdefault("exit_status", self.ranks[number].wait())
-
-    def status(self, attempt: Path, ended: dict[int, dict[str, Any]]) -> int:
-        """Return the exit status of the pod: that of a rank that failed by itself, else REQUEUED if the ranks were asked to
-        stop or have lost a rank of another pod.
-        """
-        if not any(end["exit_status"] or ended_silently(attempt, number) for number, end in ended.items()):
+                looked = now
+                if layout.REPLACED.name in os.listdir(attempt):
+                    ranks.end_within(0)
+        self.write(attempt, ranks={str(number): record for number, record in ranks.records.items()})
+        ended = layout.RANK.read_all(attempt)
+        if not any(
+            end["exit_status"] or ended_silently(ended.get(number, {})) for number, end in ranks.records.items()
+        ):
             return Exit.DONE
         return own_failure(attempt) or Exit.REQUEUED
 
@@ -181,24 +145,18 @@ def own_failure(attempt: Path) -> int:
     """
     if layout.STOPPED.of(attempt).exists() and layout.STOPPED.of(attempt).read_text().strip() == "agreed":
         return Exit.DONE
-    for record in layout.RANK.read_all(attempt).values():
+    records, nodes = layout.RANK.read_all(attempt), layout.NODE.read_all(attempt).values()
+    ends = {int(number): end for node in nodes for number, end in node.get("ranks", {}).items()}
+    for record in records.values():
         error, status = record.get("error"), record.get("exit_status")
-        hung = status == Exit.HANG and not peer_is_gone(attempt)
+        hung = status == Exit.HANG and not peer_is_gone(attempt, records, ends)
         if error and (hung or (not error["secondary"] and status not in (*STOPPED, Exit.HANG))):
             return status
-    for node in layout.NODE.read_all(attempt).values():
-        for number, end in node.get("ranks", {}).items():
-            status = end["exit_status"]
-            if ended_silently(attempt, int(number)) and not end.get("killed") and status not in STOPPED:
-                return status if status and status in set(Exit) else Exit.BUG
+    for number, end in ends.items():
+        status = end["exit_status"]
+        if ended_silently(records.get(number, {})) and not end.get("killed") and status not in STOPPED:
+            return status if status and status in set(Exit) else Exit.BUG
     return Exit.DONE
-
-
-def ended_silently(attempt: Path, rank: int) -> bool:
-    """Whether a rank has not recorded its end. If its process has ended, something outside the trainer has ended it,
-    whatever its exit status.
-    """
-    return "exit_status" not in layout.RANK.read(attempt, rank)
 
 
 def in_vain(attempt: Path) -> bool:
@@ -207,15 +165,14 @@ def in_vain(attempt: Path) -> bool:
     return not (asked or layout.STOPPED.of(attempt).exists() or layout.STATUS.read(attempt))
 
 
-def peer_is_gone(attempt: Path) -> bool:
-    """Whether a rank has not recorded its end, and has written no heartbeat for GONE seconds."""
+def peer_is_gone(attempt: Path, records: dict[int, dict[str, Any]], ends: dict[int, dict[str, Any]]) -> bool:
+    """Whether a rank has not recorded its end, and has written no heartbeat for GONE seconds. `ends` has the ranks whose
+    end their pods know.
+    """
     now = rundir.file_time(attempt)
-    ended = {int(number) for node in layout.NODE.read_all(attempt).values() for number in node.get("ranks", {})}
-    for number, record in layout.RANK.read_all(attempt).items():
-        beat = layout.BEAT.of(attempt, number)
-        if number not in ended and "exit_status" not in record and beat.exists() and now - beat.stat().st_mtime > GONE:
-            return True
-    return False
+    waiting = (number for number in records if number not in ends and ended_silently(records[number]))
+    beats = (layout.BEAT.of(attempt, number) for number in waiting)
+    return any(beat.exists() and now - beat.stat().st_mtime > GONE for beat in beats)
 
 
 def main(arguments: list[str]) -> int:

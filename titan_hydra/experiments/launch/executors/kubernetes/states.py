@@ -82,7 +82,7 @@ def end_of(job: KubernetesJob) -> dict[str, Any]:
 def cause(attempt: Path, end: dict[str, Any]) -> Failure | None:
     """Return why an attempt failed: from the records of its ranks and pods, and from the recorded end of its Job."""
     ranks = {
-        int(number): {"host": node.get("node"), **how}
+        int(number): {**how, "host": node.get("node")}
         for node in layout.NODE.read_all(attempt).values()
         for number, how in node.get("ranks", {}).items()
     }

@@ -99,30 +99,27 @@ def faults_of_place(cells: list[Cell]) -> Iterable[Fault]:
     shorter gives a warning.
     """
     cluster = cast(KubernetesCluster, cells[0].job.cluster)
+    where = ""
     try:
         place = namespace_of(cluster)
-    except KubectlError as error:
-        yield Fault("cluster.executor", "kubernetes", str(error))
-        return
-    where = f"namespace {place.name}, context {place.context}"
-    try:
+        where = f"namespace {place.name}, context {place.context}: "
         place.require_answer()
     except KubectlError as error:
-        yield Fault("cluster.executor", "kubernetes", f"{where}: {error}")
+        yield Fault("cluster.executor", "kubernetes", f"{where}{error}")
         return
     lacking = rights_lacking(place)
     for right in lacking:
         if not right.required:
-            print(f"warning: {where}: you may not {right}: {right.without}", file=sys.stderr)
+            print(f"warning: {where}you may not {right}: {right.without}", file=sys.stderr)
     if required := [right for right in lacking if right.required]:
         words = ", ".join(f"{right} (without it {right.without})" for right in required)
-        yield Fault("cluster.executor", "kubernetes", f"{where}: you may not {words}; docs/kubernetes.md has the Role")
+        yield Fault("cluster.executor", "kubernetes", f"{where}you may not {words}; docs/kubernetes.md has the Role")
         return
     for words in refusals(place, cells):
         if cluster.namespace and re.search('namespaces ".*" not found', words):
             yield Fault("cluster.namespace", cluster.namespace, words)
         else:
-            yield Fault("cluster.executor", "kubernetes", f"{where}: {words}")
+            yield Fault("cluster.executor", "kubernetes", f"{where}{words}")
 
 
 def refusals(place: Namespace, cells: list[Cell]) -> list[str]:
