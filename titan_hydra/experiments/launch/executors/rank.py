@@ -1,4 +1,4 @@
-"""The entry point of a rank that a supervisor has started, on this machine or in a pod:
+"""The entry point of a rank that a supervisor (supervisor.py) has started:
 
 python -m titan_hydra.experiments.launch.executors.rank RUN ATTEMPT [JOB HOST]
 """

@@ -1,5 +1,5 @@
 """The supervisor of a node's ranks: it starts them, passes requests to stop on to them, ends the others soon after one has
-failed, and records how each has ended. The parent process of a local run (ranks.py) and the process of a pod
+failed, and records how each has ended. The parent process of a local run (ranks.py) and the process of a Job's node
 (kubernetes/node.py) each have one.
 """
 
