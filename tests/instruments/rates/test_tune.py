@@ -175,7 +175,7 @@ def test_two_lengths_part_attention_from_matmuls():
     ) and both.hardware.attention_tflops == pytest.approx(600, rel=0.1)
     assert not both.notes and one.notes[0].startswith("attention_tflops: all runs have sequences of 4096 tokens")
     assert max(abs(both.residual(run)) for run in runs) < 0.02
-    assert "nic_gbs" not in both.told  # all messages stay inside a node
+    assert "nic_gbs" not in both.fitted  # all messages stay inside a node
 
 
 @pytest.mark.slow

@@ -41,10 +41,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Fit:
-    """Rates fitted to runs. `told` names the rates that were fitted; all other rates are unchanged."""
+    """Rates fitted to runs. `fitted` names the rates that were fitted; all other rates are unchanged."""
 
     hardware: Hardware
-    told: tuple[str, ...]
+    fitted: tuple[str, ...]
     runs: tuple[Measured, ...]
     notes: tuple[str, ...] = ()
 
@@ -77,20 +77,23 @@ def fit(runs: Iterable[Measured], start: Hardware) -> Fit:
     `hardware` lacks a rate.
     """
     runs = tuple(runs)
-    told = tuple(rate for rate in RATES if getattr(start, rate) is not None and _matters(runs, start, rate))
-    together, notes = [[rate] for rate in told], ()
+    fitted = tuple(rate for rate in RATES if getattr(start, rate) is not None and _matters(runs, start, rate))
+    together, notes = [[rate] for rate in fitted], ()
     lengths = sorted({run.job.data.seq_len for run in runs})
-    if len(lengths) == 1 and "bf16_tflops" in told:
+    if len(lengths) == 1 and "bf16_tflops" in fitted:
         attention = [rate for rate in ("attention_tflops", "flash_tflops") if getattr(start, rate) is not None]
-        together = [["bf16_tflops", *attention], *([rate] for rate in told if rate not in ("bf16_tflops", *attention))]
-        told = (*told, *(rate for rate in attention if rate not in told))
+        together = [
+            ["bf16_tflops", *attention],
+            *([rate] for rate in fitted if rate not in ("bf16_tflops", *attention)),
+        ]
+        fitted = (*fitted, *(rate for rate in attention if rate not in fitted))
         notes = (
             f"attention_tflops: all runs have sequences of {lengths[0]} tokens, so attention changes as matmuls do; a run of another "
             "length parts them",
         )
-    rates = {rate: getattr(start, rate) for rate in told}
+    rates = {rate: getattr(start, rate) for rate in fitted}
     best = _with(start, descend(rates, lambda values: _error(runs, _with(start, values), start), together))
-    return Fit(best, told, runs, notes)
+    return Fit(best, fitted, runs, notes)
 
 
 def descend(
@@ -146,7 +149,7 @@ def as_yaml(found: Fit, name: str) -> str:
             )
             origin = (
                 "fitted"
-                if spec.name in found.told
+                if spec.name in found.fitted
                 else f"as {found.hardware.name}"
                 if spec.name not in ("name", "measured")
                 else ""

@@ -110,13 +110,13 @@ def fit_as_json(found: plan.Fit, start: Hardware) -> dict[str, Any]:
         }
         for run in found.runs
     ]
-    rates = {name: {"before": getattr(start, name), "fitted": getattr(found.hardware, name)} for name in found.told}
+    rates = {name: {"before": getattr(start, name), "fitted": getattr(found.hardware, name)} for name in found.fitted}
     return {"hardware": start.name, "rates": rates, "runs": runs, "notes": [*found.notes]}
 
 
 def show_fit(found: plan.Fit, start: Hardware) -> None:
     """Print the rates before and after the fit, and for each run the measured and the predicted seconds of a step."""
-    rates = [(name, f"{getattr(start, name):.4g}", f"{getattr(found.hardware, name):.4g}") for name in found.told]
+    rates = [(name, f"{getattr(start, name):.4g}", f"{getattr(found.hardware, name):.4g}") for name in found.fitted]
     print(*table(("rate", start.name, "fitted"), rates, (start.name, "fitted")), sep="\n")
     rows = [
         (

@@ -110,7 +110,7 @@ def score(row: Row) -> Scored:
     apart = row.get("apart")
     if apart is None and "power limited" in row.get("device", ""):
         apart = "power-limited cards, as the source says"
-    said = (
+    known = (
         mode_of_row(row) is not None
         and "graph" not in str(row.get("compile"))
         and "Simple" not in str(row.get("compile"))
@@ -119,7 +119,7 @@ def score(row: Row) -> Scored:
         row,
         tuple(overrides),
         (measured_speed(row, job), time.speed(job, shape=shape).tokens_per_second),
-        (row["memory_gib"], peak) if "memory_gib" in row and said else None,
+        (row["memory_gib"], peak) if "memory_gib" in row and known else None,
         apart,
         shape,
     )
@@ -315,9 +315,9 @@ def _precision(row: Row) -> list[str]:
 
 def mode_of_row(row: Row) -> str | None:
     """Return the mode of activation checkpointing that a row names; None if it names none."""
-    said = row.get("recompute", "not said")
-    if "not said" in said and "share" not in said:
+    mode_text = row.get("recompute", "not said")
+    if "not said" in mode_text and "share" not in mode_text:
         return None
-    if not said.startswith(tuple(MODES)):
+    if not mode_text.startswith(tuple(MODES)):
         return row["stack"].get("recompute")
-    return next(mode for start, mode in MODES.items() if said.startswith(start))
+    return next(mode for start, mode in MODES.items() if mode_text.startswith(start))
