@@ -15,7 +15,7 @@ from titan_hydra.core.job.config.ranges import Interval, range_of
 from titan_hydra.core.job.config.schema import default_of
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.experiments.compose.describe import option_files
-from titan_hydra.experiments.compose.overrides import SYNONYMS
+from titan_hydra.experiments.compose.meant import SYNONYMS
 
 REPORT = Path(__file__).with_name("report_lines.txt")  # one line each; `!` marks those that must be refused
 LEAVES = {

@@ -62,7 +62,7 @@ def test_kernels_that_may_compute_a_call(call, expected):
             assert kernels(kernel, call) == [kernel] and kernel_fault(kernel, call) is None
         else:
             with pytest.raises(
-                ConfigError, match=rf"model\.attention={kernel}: .*; nearest legal: auto or {' or '.join(expected)}$"
+                ConfigError, match=rf"model\.attention={kernel}: .*; one of auto, {', '.join(expected)}$"
             ):
                 kernels(kernel, call)
 

@@ -128,7 +128,7 @@ def test_grouped_queries_share_key_value_heads(backend, kv_heads, tiny):
 
 def test_attention_that_the_cpu_lacks_is_refused(tiny):
     with pytest.raises(
-        ConfigError, match=r"model.attention=cudnn: does not exist on the CPU; nearest legal: auto or flash or math"
+        ConfigError, match=r"model.attention=cudnn: does not exist on the CPU; one of auto, flash, math"
     ):
         model_of(tiny(attention="cudnn"))(some_tokens())
 

@@ -88,7 +88,7 @@ def test_names_are_skipped_by_any_part_of_them():
 
 
 def test_a_name_to_skip_that_no_linear_has_is_refused():
-    with pytest.raises(ConfigError, match=r"precision.skip=wkv: .*nearest legal: .*attention.wk"):
+    with pytest.raises(ConfigError, match=r"precision.skip=wkv: .*one of .*attention.wk"):
         converted(job_of(*EMULATED, "precision.skip=[output,wkv]"))
 
 

@@ -85,7 +85,7 @@ def test_its_loss_is_the_weighted_mean(folder, run_job):
     [
         (
             ["objective.name=wieghted"],
-            f"objective.name=wieghted: not one of the choices; nearest legal: {' or '.join(OBJECTIVES)} or weighted",
+            f"objective.name=wieghted: not one of the choices; one of {', '.join(OBJECTIVES)}, weighted",
         ),
         (
             ["data=synthetic"],

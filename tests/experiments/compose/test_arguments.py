@@ -12,7 +12,8 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.files import CONF
 from titan_hydra.core.job.config.ranges import PATH
 from titan_hydra.experiments.compose.arguments import arranged
-from titan_hydra.experiments.compose.overrides import SYNONYMS, mistakes
+from titan_hydra.experiments.compose.meant import SYNONYMS
+from titan_hydra.experiments.compose.overrides import mistakes
 from titan_hydra.experiments.runs.completion import candidates
 
 
@@ -39,8 +40,9 @@ def test_flags_may_stand_anywhere(arguments, overrides, flags):
         ("-sc foo=bar", "takes install=SHELL"),
         ("-m --cfg job", "--multirun and --cfg: only one of them"),
         ("-p model.nosuch --cfg job", "--package model.nosuch: no such key or group"),
-        ("--steps=10", "--steps=10: keys are given without dashes, as steps=VALUE"),
-        ("--batch-size 8", "--batch-size: keys are given without dashes"),
+        ("--steps=10", "--steps=10: keys are given without dashes; did you mean steps=10?"),
+        ("--batch-size 8", "--batch-size: keys are given without dashes; did you mean data.local_batch"),
+        ("--dry-run", "; did you mean launch.mode=dry?"),
         ("--nosuch", "unrecognized arguments: --nosuch"),
         ("-c", "expected one argument"),
         ("--cfg nothing", "invalid choice"),
@@ -250,28 +252,52 @@ def test_an_option_of_cluster_names_its_executor(tmp_path):
 @pytest.mark.parametrize(
     ("guess", "meant"),
     [
-        ("activation_checkpoint=full", "ac=full"),
-        ("optimizer.clip_grad_norm=1", "optimizer.max_norm"),
+        ("activation_checkpoint=true", "ac=full"),
+        ("activation_checkpoint.mode=selective", "ac=full"),
+        ("gradient_checkpointing=op", "ac=op"),
+        ("optimizer.clip_grad_norm=1", "optimizer.max_norm=1"),
+        ("clip_grad_norm=-1", "optimizer.max_norm"),  # it takes no such value
         ("dry_run=true", "launch.mode=dry"),
-        ("nnodes=2", "gpus"),
-        ("checkpoint.load_from=x", "checkpoint.initial_load_path"),
-        ("resume=x", "checkpoint.initial_load_path"),
-        ("lora=true", "adapter=lora"),
-        ("tensor_parallel=2", "parallelism.tp"),
-        ("validation.every=5", "validation.interval"),
-        ("data.file=x", "data.path"),
-        ("global_batch_size=8", "data.global_batch"),
+        ("dry-run=true", "launch.mode=dry"),
+        ("nnodes=2", "gpus=N"),
+        ("world_size=2", "gpus=2"),
+        ("checkpoint.load_from=a/b", "checkpoint.initial_load_path=a/b"),
+        ("resume=true", "titan resume RUN"),
+        ("lora=8", "adapter=lora"),
+        ("tensor_parallel=2", "parallelism.tp=2"),
+        ("validation.every=5", "validation.interval=5"),
+        ("checkpoint.every=5", "checkpoint.interval=5"),
+        ("data.file=x.txt", "data=text_files data.path=x.txt"),
+        ("global_batch_size=8", "data.global_batch=8"),
+        ("batch_size=8", "data.local_batch=8 or data.global_batch=8"),
+        ("learning_rate=1e-3,2e-3", "optimizer.lr=1e-3,2e-3"),
+        ("optimizer.lrr=1e-3", "optimizer.lr=1e-3"),
+        ("run_dir=/a", "paths.runs=/a"),
+        ("parallelism.schedule=1f1b", "pp_schedule=1f1b"),
+        ("schedule=cosine", "lr_scheduler=cosine"),
+        ("epochs=3", "steps=N"),
         ("wandb=true", "metrics=wandb"),
         ("bf16=true", "precision=bf16"),
+        ("dtype=fp32", "precision=fp32"),
+        ("dtype=bfloat16", "precision"),
+        ("model.flavor=8b", "model=llama3_8b or model=qwen3_8b"),
+        ("compile.enable=true", "compile=block"),
+        ("slurm=true", "cluster=slurm"),
+        ("optim=adamw", "optimizer=adamw"),
     ],
 )
 def test_names_of_other_programs_lead_to_ours(guess, meant):
     (line,) = mistakes([guess])
-    assert f"did you mean {meant}?" in line, line
+    assert line.endswith(f"; did you mean {meant}?"), line
+    for hint in meant.split(" or "):
+        assert "=" not in hint or not mistakes(hint.replace("=N", "=4").split()), hint
 
 
-def test_whole_overrides_that_are_hints_compose():
-    assert not mistakes([name for name in SYNONYMS if "=" in name])
+def test_the_place_of_every_hint_exists():
+    for name in SYNONYMS:
+        words = [word if "=" in word else f"{word}=" for word in name.replace("=N", "=4").split()]
+        if not name.startswith("titan "):
+            assert not any("no such key" in line for line in mistakes(words)), name
 
 
 @pytest.mark.parametrize(

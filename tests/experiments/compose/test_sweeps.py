@@ -105,8 +105,8 @@ def test_the_overrides_of_a_cell_make_that_cell_again(example):
         ),
         ("{a: [parallelism=fspd]}", [], ["parallelism=fspd: no such option; did you mean fsdp"]),
         ("{a: ['steps=1,2']}", [], ["steps=1,2: several values need -m"]),
-        (CELLS, ["sweep.cell=ftp"], ["sweep.cell=ftp: sweeps/example.yaml has no such cell; nearest legal: "]),
-        (CELLS, ["sweep.baseline=ftp"], ["sweep.baseline=ftp: sweeps/example.yaml has no such cell; nearest legal: "]),
+        (CELLS, ["sweep.cell=ftp"], ["sweep.cell=ftp: sweeps/example.yaml has no such cell; one of "]),
+        (CELLS, ["sweep.baseline=ftp"], ["sweep.baseline=ftp: sweeps/example.yaml has no such cell; one of "]),
     ],
 )
 def test_what_is_wrong_with_cells_is_a_line_each(example, cells, overrides, said):

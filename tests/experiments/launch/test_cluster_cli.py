@@ -1,11 +1,15 @@
 """Read the output of sinfo at different sites; tests/slurm runs the command on a real SLURM."""
 
+import argparse
+
 import pytest
 
 from titan_hydra import cli
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.files import CONF
 from titan_hydra.experiments.compose.compose import compose_unchecked
+from titan_hydra.experiments.compose.folders import line_that_sees, option_file
+from titan_hydra.experiments.launch.command_cluster import init_site_arguments
 from titan_hydra.experiments.launch.executors.slurm.init import (
     choose_partition,
     device_memory,
@@ -119,3 +123,23 @@ def test_overrides_may_follow_an_option(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main([*line, "--nosuch"])
     assert "unrecognized arguments: --nosuch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("project", [True, False])
+def test_options_are_written_where_the_user_stands_and_their_line_finds_them(project, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if project:
+        (tmp_path / "launch.py").touch()
+        (tmp_path / "conf").mkdir()
+    file = option_file("cluster", "mysite")
+    assert file.resolve() == tmp_path / "conf/cluster/mysite.yaml"
+    expected = ("python launch.py", "") if project else ("titan run", "--config-dir conf ")
+    assert line_that_sees(file.parent) == expected
+    assert line_that_sees(CONF / "cluster") == (expected[0], "")
+
+
+def test_cluster_init_writes_nothing_into_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    parser = argparse.ArgumentParser()
+    init_site_arguments(parser)
+    assert parser.parse_args([]).folder.resolve() == tmp_path / "conf/cluster"

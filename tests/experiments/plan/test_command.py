@@ -162,7 +162,7 @@ def test_why_names_the_rule_or_the_terms(capsys):
         (["hardware=h1000", "--gpus", "8"], "hardware=h1000: no such option; did you mean h100"),
         (
             ["hardware=unknown", "--gpus", "8"],
-            "hardware=unknown: a prediction needs the device's memory and rates, such as hardware=h100; nearest legal: a100 or",
+            "hardware=unknown: a prediction needs the device's memory and rates, such as hardware=h100; one of a100,",
         ),
         (
             ["hardware=a100", "precision=float8_rowwise", "--gpus", "8"],

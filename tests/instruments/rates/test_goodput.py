@@ -210,7 +210,7 @@ def test_the_rate_of_ones_own_runs(capsys, tmp_path):
     [
         (["--failures", "0"], "--failures=0: failures per GPU-day: must be more than 0"),
         (["--failures", "nan"], "--failures=nan: failures per GPU-day: must be a finite number"),
-        (["--failures", "lama3"], "--failures=lama3: is no rate; nearest legal: llama3 or runs or a number"),
+        (["--failures", "lama3"], "--failures=lama3: is no rate; one of llama3, runs, a number"),
         (["--write-gbs", "0"], "--write-gbs=0.0: must be more than 0"),
         (["--queue-minutes", "-1"], "--queue-minutes=-1.0: must be at least 0; nearest legal: 0"),
         (["--step-seconds", "0"], "--step-seconds=0.0: must be more than 0"),

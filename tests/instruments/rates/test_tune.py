@@ -16,6 +16,7 @@ from titan_hydra.core.job.freeze import freeze
 from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.experiments.plan.predict import predict
 from titan_hydra.instruments.rates import calibrate
+from titan_hydra.instruments.rates.command_calibrate import target_file
 
 LINE = ["debug=tiny", "data=synthetic", "data.global_batch=4", "hardware=cpu"]
 
@@ -206,3 +207,8 @@ def test_the_predicted_winner_is_among_the_measured_best_two(tmp_path):
     most = max(float(row["predicted_tokens_per_second"]) for row in rows)
     best = sorted(rows, key=lambda row: -float(row["tokens_per_second"]))[:2]
     assert any(float(row["predicted_tokens_per_second"]) == most for row in best)
+
+
+def test_fitted_rates_are_written_where_the_user_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert target_file("mine").resolve() == tmp_path / "conf/hardware/mine.yaml"

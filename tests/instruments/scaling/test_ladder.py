@@ -66,3 +66,10 @@ def test_every_cell_of_the_ladder_is_a_job_of_its_size():
     for job, _, name in compose_cells(["+sweeps=ladder"]):
         tokens = job.steps * job.data.global_batch * job.data.seq_len
         assert name == f"{brief(parameters_in(job.model))} on {brief(tokens)}"
+
+
+def test_a_ladder_is_written_where_the_user_stands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["scale", "--make", "mine", "--sizes", "1e6,4e6", "--multiples", "20,40"]) == 0
+    assert [path.parent.name for path in tmp_path.rglob("mine.yaml")] == ["sweeps"]
+    assert "titan run --config-dir conf +sweeps=mine launch.mode=dry" in capsys.readouterr().out

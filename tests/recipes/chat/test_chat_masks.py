@@ -265,9 +265,7 @@ def test_a_template_that_fills_the_memory_is_refused(doubled):
 
 def test_the_template_comes_from_the_tokenizers_own_files(hf, tmp_path):
     source = TemplateSource("chat")
-    with pytest.raises(
-        ConfigError, match=r"data.chat_template=null: no template came with .*nearest legal: chatml or gemma or"
-    ):
+    with pytest.raises(ConfigError, match=r"data.chat_template=null: no template came with .*one of chatml, gemma,"):
         template.load_template("data", source, hf)
     config = tmp_path / "tokenizer_config.json"
     own = schema.Tokenizer(name="hf", path=str(tmp_path / "tokenizer.json"))

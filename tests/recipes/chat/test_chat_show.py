@@ -72,8 +72,8 @@ def test_what_the_tokenizer_does_not_know_is_a_warning(tmp_path, letters, capsys
     [
         (
             [],
-            "data.name=embedded: only sources that pack rows into samples can be shown; nearest legal: "
-            + " or ".join(name for name, record in DATA_SOURCES.items() if "trained" in record.gives),
+            "data.name=embedded: only sources that pack rows into samples can be shown; one of "
+            + ", ".join(name for name, record in DATA_SOURCES.items() if "trained" in record.gives),
         ),
         (["data=embedded_chat", "--row", "370"], "--row=370: there are 369 conversations; nearest legal: 369"),
         (["data=chat"], "data.path=null: data=chat needs it"),

@@ -216,7 +216,7 @@ def test_synthetic_images_survive_their_autoencoder():
         (
             ["model=llama3_debug"],
             "objective.name=diffusion: makes latents of samples, for model.family=flux, and model.family=llama3 takes tokens; "
-            f"nearest legal: {' or '.join(name for name, record in OBJECTIVES.items() if record.makes == 'tokens')}",
+            f"one of {', '.join(name for name, record in OBJECTIVES.items() if record.makes == 'tokens')}",
         ),
         (["parallelism=tp"], "parallelism.tp=2: family flux has no tensor-parallel sharding; nearest legal: 1"),
         (["parallelism=pp"], "parallelism.pp=2: family flux cannot be cut into stages; nearest legal: 1"),
@@ -227,7 +227,7 @@ def test_synthetic_images_survive_their_autoencoder():
         (
             ["data=embedded", "objective=diffusion"],
             "data.name=embedded: objective=diffusion needs latents and noise and time and text and pooled of each sample, "
-            "which this source does not give; nearest legal: encoded_images or image_files or synthetic_images",
+            "which this source does not give; one of encoded_images, image_files, synthetic_images",
         ),
         (
             ["model.rope_first=10"],

@@ -29,7 +29,7 @@ BASE = ("data=synthetic_image_text", "data.seq_len=96", "objective.patches=64", 
 SMALL = ("model.vocab_size=4096", "model.dim=64", "model.n_layers=4", "model.n_heads=8", "model.n_kv_heads=4")
 WHOLE = "data.document_mask=false"
 # objectives that a model of text supports
-OF_TEXT = " or ".join(name for name, record in OBJECTIVES.items() if record.makes == "tokens")
+OF_TEXT = ", ".join(name for name, record in OBJECTIVES.items() if record.makes == "tokens")
 LAYOUTS = {
     "accumulation 2": (1, "parallelism=single", "data.local_batch=8"),
     "fsdp 4": (4, "parallelism=fsdp", "data.local_batch=2"),
@@ -292,7 +292,7 @@ def test_what_is_no_sample_is_one_line(tmp_path, members, reason):
         (
             ["model=llama3_debug"],
             "objective.name=image_text: makes text with images of samples, for model.family=llama3_vision or qwen3_vision, "
-            f"and model.family=llama3 takes tokens; nearest legal: {OF_TEXT}",
+            f"and model.family=llama3 takes tokens; one of {OF_TEXT}",
         ),
         (
             ["data=synthetic", "objective=language", WHOLE],

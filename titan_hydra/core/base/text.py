@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -26,6 +27,8 @@ LOG_COLOURS = {  # of the parts of a rank's log
 }
 GAP = "  "  # the text between two columns
 NARROWEST = 12  # minimum number of characters to which a column is truncated
+BROKEN = 16  # minimum number of characters of a column whose texts are broken into lines
+HASH = re.compile("-[0-9a-f]{8}$")  # the end of a run's name
 NAMES = 24  # characters that the truncated columns have together before a column is left out
 
 
@@ -121,6 +124,11 @@ def notes_on_stderr(json: bool) -> Iterator[None]:
         yield
 
 
+def screen_width() -> int | None:
+    """Return the number of columns of the terminal, or those that the variable COLUMNS asks for; None for a file."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
+
+
 R = TypeVar("R")  # what a table has a row for
 
 
@@ -167,30 +175,87 @@ def table(
 ) -> list[str]:
     """Return a line for the titles and one for each row. The columns in `right` are aligned right. On a terminal the
     columns in `gives` are truncated, in this order, until the lines fit, and if that is not enough those in `leaves` are
-    left out; the hash at the end of a run's name stays. `colours` has the colours of some columns for each row.
+    left out; the hash at the end of a run's name stays. Lines that are still too long are broken inside their texts, and
+    last between columns, behind the first one again. `colours` has the colours of some columns for each row.
     """
     texts = [[*titles], *([str(cell) for cell in row] for row in rows)]
-    screen = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    screen = screen_width()
     for title in leaves if screen else ():
         if _least(texts, gives) > screen:
             index = texts[0].index(title)
             texts = [[*line[:index], *line[index + 1 :]] for line in texts]
     titles = texts[0]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    for title in (title for title in gives if screen and title in titles):
-        index = titles.index(title)
-        excess = sum(widths) + len(GAP) * (len(widths) - 1) - screen
-        widths[index] -= max(min(excess, widths[index] - NARROWEST), 0)
-    plain = not coloured()
+    if screen:
+        words = [title for title in titles if title not in {*right, *gives}]
+        widths = _on_screen(widths, [titles.index(title) for title in gives if title in titles], titles, words, screen)
+    cells = [
+        [_lines(text, width, title in gives) for title, text, width in zip(titles, line, widths, strict=True)]
+        for line in texts
+    ]
+    tones = [dict.fromkeys(titles, "dim"), *(colours or [{}] * (len(texts) - 1))] if coloured() else [{}] * len(texts)
     lines = []
-    for line, colour in zip(texts, [dict.fromkeys(titles, "dim"), *(colours or [{}] * (len(texts) - 1))], strict=True):
+    for block in _blocks(widths, screen):
+        lines += [""] if lines else []
+        for line, tone in zip(cells, tones, strict=True):
+            lines += _printed([(titles[i], line[i], widths[i]) for i in block], right, tone)
+    return lines
+
+
+def _on_screen(
+    widths: list[int], gives: list[int], titles: Sequence[str], words: Collection[str], screen: int
+) -> list[int]:
+    """Return the widths of columns on a screen: as they are; or with less for `gives`, or for `words` too, if the lines
+    fit then; or else those with which each column fits beside the first one.
+    """
+    _narrow(widths, gives, NARROWEST, screen)
+    broken = list(widths)
+    others = [index for index, title in enumerate(titles) if title in words]
+    _narrow(broken, sorted(others, key=lambda index: -widths[index]), BROKEN, screen)
+    for found in (widths, broken):
+        if sum(found) + len(GAP) * (len(found) - 1) <= screen:
+            return found
+    first = min(widths[0], screen // 2)
+    return [first, *(min(width, screen - first - len(GAP)) for width in widths[1:])]
+
+
+def _printed(columns: list[tuple[str, list[str], int]], right: Collection[str], tone: dict[str, str]) -> list[str]:
+    """Return a row of (title, lines of the cell, width) as lines; `tone` has the colours by title."""
+    lines = []
+    for height in range(max(len(cell) for _, cell, _ in columns)):
         parts = []
-        for title, text, width in zip(titles, line, widths, strict=True):
-            text = text if len(text) <= width else _cut(text, width)
+        for title, cell, width in columns:
+            text = cell[height] if height < len(cell) else ""
             text = text.rjust(width) if title in right else text.ljust(width)
-            parts.append(text if plain or title not in colour else f"\x1b[{COLOURS[colour[title]]}m{text}\x1b[0m")
+            parts.append(f"\x1b[{COLOURS[tone[title]]}m{text}\x1b[0m" if title in tone else text)
         lines.append(GAP.join(parts).rstrip())
     return lines
+
+
+def _narrow(widths: list[int], columns: Sequence[int], least: int, screen: int) -> None:
+    """Take from the widths of these columns, in this order, what the lines have too much."""
+    for index in columns:
+        excess = sum(widths) + len(GAP) * (len(widths) - 1) - screen
+        widths[index] -= max(min(excess, widths[index] - least), 0)
+
+
+def _lines(text: str, width: int, cut: bool) -> list[str]:
+    """Return a text as lines of at most `width` characters; one line, if it is cut or the name of a run."""
+    if len(text) <= width:
+        return [text]
+    return [_cut(text, width)] if cut or HASH.search(text) else textwrap.wrap(text, width) or [""]
+
+
+def _blocks(widths: list[int], screen: int | None) -> list[list[int]]:
+    """Return the columns of a table in groups that fit the screen; each group begins with the first column."""
+    blocks, taken = [[0]], widths[0]
+    for index, width in enumerate(widths[1:], 1):
+        taken += len(GAP) + width
+        if screen and taken > screen and len(blocks[-1]) > 1:
+            blocks.append([0])
+            taken = widths[0] + len(GAP) + width
+        blocks[-1].append(index)
+    return blocks
 
 
 def _least(texts: list[list[str]], gives: Sequence[str]) -> int:
@@ -204,10 +269,10 @@ def _least(texts: list[list[str]], gives: Sequence[str]) -> int:
 
 def short_name(run: str, width: int) -> str:
     """Return the name of a run; on a terminal it has at most `width` characters, with all of its hash."""
-    return _cut(run, width) if sys.stdout.isatty() and len(run) > width else run
+    return _cut(run, width) if screen_width() and len(run) > width else run
 
 
 def _cut(text: str, width: int) -> str:
     """Return the first characters of a text, and all of the hash at its end, by which a run is named."""
-    end = text[-9:] if re.search("-[0-9a-f]{8}$", text) else ""
+    end = text[-9:] if HASH.search(text) else ""
     return text[: width - 1 - len(end)] + "\N{HORIZONTAL ELLIPSIS}" + end

@@ -4,11 +4,13 @@ import re
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.config.fault import did_you_mean
 from titan_hydra.core.job.config.files import CONF
 from titan_hydra.core.job.config.load import kind_of
 
 from .folders import added
-from .overrides import SYNONYMS, mistakes, steps_of_a_fake_rank
+from .meant import meant_by
+from .overrides import mistakes, steps_of_a_fake_rank
 
 # flags that exclude each other, because Hydra accepts only one of them
 MODES = ("run", "multirun", "cfg", "info", "shell_completion")
@@ -51,9 +53,11 @@ def _refuse(message: str) -> None:
     """Raise ConfigError with the message that argparse gives for arguments that it cannot parse."""
     _, unknown, words = message.partition("unrecognized arguments: ")
     first = words.split(" ")[0]
-    name = first.lstrip("-").partition("=")[0].replace("-", "_")
-    if unknown and (kind_of(name) is not None or any(name in words.split() for words in SYNONYMS.values())):
-        message = f"{first}: keys are given without dashes, as {first.lstrip('-').partition('=')[0]}=VALUE"
+    name, _, value = first.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    meant = [f"{name}={value or 'VALUE'}"] if kind_of(name) is not None else meant_by(name, value, value)
+    if unknown and meant:
+        message = f"{first}: keys are given without dashes{did_you_mean(meant)}"
     raise ConfigError(f"{message} (`python launch.py --help` lists keys and flags)")
 
 

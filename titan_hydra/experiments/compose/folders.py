@@ -5,6 +5,7 @@ project's own conf/, and those of hydra.searchpath.
 import contextlib
 import importlib.util
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,22 @@ def project_in(folder: Path) -> list[Path]:
     """Return the conf/ of a project that `titan init` has made in this folder; none if it has none of its own."""
     own = folder / "conf"
     return [own] if own.is_dir() and (folder / "launch.py").is_file() and not _has_every_option(own) else []
+
+
+def option_file(group: str, name: str) -> Path:
+    """Return the file of an option that a command writes: in conf/ of the folder in which the user stands, never in that
+    of the installed package.
+    """
+    return Path("conf") / group / f"{name}.yaml"
+
+
+def line_that_sees(folder: Path) -> tuple[str, str]:
+    """Return how a command line begins that is typed here and finds the options in a folder such as conf/cluster: the
+    program, and --config-dir where it is needed.
+    """
+    program = "python launch.py" if Path("launch.py").is_file() else "titan run"
+    found = folder.resolve().parent in [CONF.resolve(), *(own.resolve() for own in project_in(Path.cwd()))]
+    return program, "" if found else f"--config-dir {shlex.quote(str(folder.parent))} "
 
 
 def of_script(script: Path) -> list[Path]:

@@ -10,68 +10,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from titan_hydra.core.job.config.fault import as_value, did_you_mean, quoted, shown, suggest
+from titan_hydra.core.job.config.fault import as_value, did_you_mean, quoted, shown
 from titan_hydra.core.job.config.field import converted, type_fault, wanted
 from titan_hydra.core.job.config.files import CONF, default_options, unusable_options
 from titan_hydra.core.job.config.load import PICKED, holder_of, kind_of, known_keys
 
+from .meant import meant_by, suggest_option
 from .scan import misread_options, takes_text
 
 # maximum length of an override in characters; with longer overrides Hydra's parser takes seconds or crashes
 LONGEST = 20_000
-SYNONYMS = {  # names that other programs give to our keys and groups, or to whole overrides
-    "data.local_batch": "batch_size micro_batch_size per_device_train_batch_size bs",
-    "optimizer.lr": "learning_rate max_lr",
-    "data.global_batch": "batch_size global_batch_size train_batch_size gradient_accumulation_steps grad_accum accumulate_grad_batches",
-    "optimizer.weight_decay": "wd decay",
-    "optimizer.max_norm": "clip grad_clip gradient_clip max_grad_norm clip_grad_norm",
-    "lr_scheduler.warmup_steps": "warmup num_warmup_steps warmup_iters",
-    "steps": "max_steps num_steps train_steps iterations iters max_iters epochs num_epochs max_epochs num_train_epochs",
-    "data.seq_len": "sequence_length seq_length block_size context_length max_length",
-    "model.dim": "hidden_size hidden_dim d_model n_embd",
-    "model.n_layers": "layers num_layers n_layer num_hidden_layers depth",
-    "model.n_heads": "heads num_heads n_head num_attention_heads",
-    "model.n_kv_heads": "num_key_value_heads kv_heads",
-    "model.n_experts": "n_routed_experts num_experts num_local_experts",
-    "model.experts_per_token": "num_experts_per_tok moe_router_topk top_k",
-    "model.expert_dim": "moe_intermediate_size moe_ffn_hidden_size",
-    "model.first_k_dense_replace": "first_k_dense_replace",
-    "model.norm_topk_prob": "norm_topk_prob",
-    "model.routed_scaling_factor": "routed_scaling_factor moe_router_topk_scaling_factor",
-    "model.n_group": "n_group moe_router_num_groups",
-    "model.topk_group": "topk_group moe_router_group_topk",
-    "model.router_bias_update_rate": "router_bias_update_rate moe_router_bias_update_rate load_balance_coeff",
-    "model.q_lora_rank": "q_lora_rank",
-    "model.kv_lora_rank": "kv_lora_rank",
-    "model.qk_nope_head_dim": "qk_nope_head_dim qk_head_dim",
-    "model.qk_rope_head_dim": "qk_rope_head_dim qk_pos_emb_head_dim",
-    "model.v_head_dim": "v_head_dim",
-    "precision.converter": "quantization fp8 float8",
-    "gpus": "nproc nproc_per_node world_size num_gpus n_gpus devices ranks nodes nnodes num_nodes",
-    "data": "dataset corpus",
-    "data.path": "dataset_path train_file file files",
-    "precision=bf16": "bf16 amp mixed_precision",
-    "precision=fp32": "fp32",
-    "precision": "dtype fp16",
-    "paths.runs": "output_dir save_dir out_dir log_dir",
-    "checkpoint.interval": "save_steps save_every save_interval",
-    "checkpoint.initial_load_path": "resume_from load load_from resume ckpt pretrained",
-    "validation.interval": "eval_steps eval_every eval_interval every",
-    "metrics.log_every": "logging_steps log_interval",
-    "metrics=wandb": "wandb",
-    "metrics=tensorboard": "tensorboard",
-    "launch.mode=dry": "dry_run dryrun dry",
-    "adapter=lora": "lora peft",
-    "parametrization=mup": "mup mu_p use_mup",
-    "parallelism.tp": "tensor_parallel tensor_parallel_size tensor_model_parallel_size tp_size",
-    "parallelism.pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size",
-    "parallelism.cp": "context_parallel context_parallel_size cp_size",
-    "parallelism.ep": "expert_parallel expert_parallel_size expert_model_parallel_size ep_size",
-    "name": "run_name exp_name experiment_name",
-    "ac=full": "gradient_checkpointing activation_checkpointing activation_checkpoint recompute",
-    "parallelism": "fsdp ddp strategy",
-    "lr_scheduler": "scheduler lr_schedule",
-}
 NOT_OURS = {  # keys of Hydra for features that this program has in another form
     "hydra/launcher": "cells are started by this program itself; use cluster=slurm (or cluster=local)",
     "hydra/sweeper": "cells are composed by this program itself; -m with values or range() makes them, or a search draws them (see search)",
@@ -231,17 +179,11 @@ def _wrong_option(group: str, value: Any, add: bool, folders: Sequence[Path]) ->
     return f"{group}={shown(typed)}: no such option{hint} (options of {group}: {', '.join(names)})"
 
 
-def suggest_option(word: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the options that a word may mean, even if the word is spelled differently, such as 8b or llama-3.1-8b."""
-    parts = [part for part in re.split(r"[^a-z0-9]+", word.lower()) if part]
-    return suggest(word, names) or tuple(name for name in names if parts and name.endswith(f"_{parts[-1]}"))[:3]
-
-
 def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path], own: bool) -> str | None:
     """Return what is wrong with a key or with the value given to it; None if nothing is."""
     kind, add = kind_of(key), override.is_add() or override.is_force_add()
     if kind is None:
-        return unknown_key(key)
+        return unknown_key(key, value, override.input_line.partition("=")[2] if key == override.key_or_group else "")
     if override.is_add() and key in known_keys() and not isinstance(value, dict | list):
         return f"+{key}: the key exists already; write {key}=VALUE without +"
     if not add and typing.get_origin(kind) is dict and isinstance(value, dict) and value:
@@ -290,16 +232,13 @@ def _read_otherwise(key: str, value: Any, line: str) -> str | None:
     return f"{shown(line)}: {key} takes a text, and Hydra reads {typed if whole else 'one'} as {value}; write {as_text}"
 
 
-def unknown_key(key: str) -> str:
-    """Return the message for a key or group that does not exist, with the names that were probably meant."""
-    above, names = key.rpartition(".")[0], [*dict.fromkeys([*known_keys(), *default_options()])]
-    if dataclasses.is_dataclass(kind_of(above)):  # the key may be below a name that the user chose
-        names += [f"{above}.{spec.name}" for spec in dataclasses.fields(kind_of(above))]
-    elif kind_of(above) is not None:
+def unknown_key(key: str, value: Any = None, typed: str = "") -> str:
+    """Return the message for a key or group that does not exist, with the overrides that were probably meant: with the
+    value as it was typed, if it suits them.
+    """
+    above = key.rpartition(".")[0]
+    if not dataclasses.is_dataclass(kind_of(above)) and kind_of(above) is not None:
         return f"{shown(key)}: {above} is {wanted(kind_of(above), known_keys().get(above))}, and has no keys below it"
-    last = key.rpartition(".")[2].lower()
-    meant = tuple(name for name, words in SYNONYMS.items() if last in words.split())
-    legal = meant or suggest(key, names) or suggest(key.lower(), names)
     return f"{shown(key)}: no such key or group" + did_you_mean(
-        legal, otherwise="; `python launch.py --help` lists them"
+        meant_by(key, value, typed), otherwise="; `python launch.py --help` lists them"
     )

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -14,10 +13,11 @@ from pathlib import Path
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import table
-from titan_hydra.core.job.config.files import CONF, write_text
+from titan_hydra.core.job.config.files import write_text
 from titan_hydra.core.job.config.registry import EXECUTORS, executor_named, resolve
 from titan_hydra.core.job.run import checkpoints, layout
 from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.compose.folders import line_that_sees, option_file
 from titan_hydra.experiments.launch import dispatch
 from titan_hydra.experiments.launch.cell import Cell
 from titan_hydra.experiments.launch.executor import ClusterSite
@@ -42,10 +42,11 @@ def init_site_arguments(init: argparse.ArgumentParser) -> None:
         choices=[*found],
         help="the kind of cluster (default: the first kind whose programs are on this machine)",
     )
-    # the project's own conf/ if the current folder has one, else the package's
-    conf = Path("conf") if Path("conf").is_dir() else CONF
     init.add_argument(
-        "--folder", type=Path, default=conf / "cluster", help="folder to write the file to (default: conf/cluster)"
+        "--folder",
+        type=Path,
+        default=option_file("cluster", "NAME").parent,
+        help="folder to write the file to (default: conf/cluster)",
     )
     init.add_argument("--force", action="store_true", help="replace an existing file")
     for name, site in found.items():
@@ -78,10 +79,8 @@ def init_site(args: argparse.Namespace) -> int:
     print(f"{file}:\n\n{text}")
     if option.note:
         print(option.note)
-    folder = args.folder.resolve()
-    known = ((CONF / "cluster").resolve(), Path("conf/cluster").resolve())
-    where = "" if folder in known else f"--config-dir {shlex.quote(str(folder.parent))} "
-    print(f"look at it, then try: python launch.py {where}cluster={name} gpus={option.gpus} launch.mode=dry")
+    program, where = line_that_sees(args.folder)
+    print(f"look at it, then try: {program} {where}cluster={name} gpus={option.gpus} launch.mode=dry")
     return Exit.DONE
 
 

@@ -226,7 +226,10 @@ def show(rows: list[Row], points: int, job: Job, args: argparse.Namespace) -> No
     fitting = sum(row.prediction.fits != "tight" for row in rows)
     if fitting < len(rows):
         what = "faster, but tight" if fitting else "nothing fits with room to spare; tight"
-        lines.insert(fitting + 1, f"--- {what}: under {1 - FITS:.0%} of the memory stays free, and NCCL needs some")
+        lines.insert(
+            fitting + 1 if len(lines) == len(rows) + 1 else len(lines),
+            f"--- {what}: under {1 - FITS:.0%} of the memory stays free, and NCCL needs some",
+        )
     elif first.fits == "no":
         lines.insert(1, "--- nothing fits; these layouts need least memory")
     bands = f"predicted: GiB +-{memory.BAND:.0%}, tokens/s of a device {first.shown_band}"

@@ -213,7 +213,7 @@ COLUMNS: tuple[Column[RunRow], ...] = (
 def _table(rows: list[RunRow]) -> list[str]:
     columns = (*COLUMNS, Column("", "note", _note, word=True))
     colours = [{"state": COLOURS[row.state.kind]} | ({"": "red"} if row.silent else {}) for row in rows]
-    return table_of(columns, rows, ("cell", "where", ""), colours)
+    return table_of(columns, rows, ("cell", "where", ""), colours, ("time", "where"))
 
 
 def _note(row: RunRow) -> str:

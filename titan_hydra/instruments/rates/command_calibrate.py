@@ -6,18 +6,18 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
 from titan_hydra.core.job.config.fault import bad_value
-from titan_hydra.core.job.config.files import CONF, write_text
+from titan_hydra.core.job.config.files import write_text
 from titan_hydra.core.job.config.operation import Hardware
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.code import import_modules
 from titan_hydra.core.job.run.frozen import load_job
+from titan_hydra.experiments.compose.folders import line_that_sees, option_file
 from titan_hydra.experiments.plan.command_plan import add_job, device_counting, planned_job
 from titan_hydra.experiments.runs.find import RunCell
 from titan_hydra.experiments.runs.view import add_runs, choose
@@ -61,9 +61,7 @@ def write_file(found: plan.Fit, file: Path) -> None:
         write_text(file, plan.as_yaml(found, file.stem))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
-    known = ((CONF / "hardware").resolve(), Path("conf/hardware").resolve())
-    where = "" if file.parent.resolve() in known else f"--config-dir {shlex.quote(str(file.parent.parent))} "
-    print(f"{file}: written; plan with {where}hardware={file.stem}")
+    print(f"{file}: written; plan with {line_that_sees(file.parent)[1]}hardware={file.stem}")
 
 
 def target_file(into: str | None) -> Path | None:
@@ -74,7 +72,7 @@ def target_file(into: str | None) -> Path | None:
         return None
     if not re.fullmatch(r"\w[\w-]*", into):
         raise ConfigError(f"--into {into}: cannot be typed as hardware=NAME; letters, digits, _ and - can")
-    file = (Path("conf") if Path("conf").is_dir() else CONF) / "hardware" / f"{into}.yaml"
+    file = option_file("hardware", into)
     if file.exists():
         raise bad_value("--into", into, f"{file} already exists", f"{into}_2")
     return file

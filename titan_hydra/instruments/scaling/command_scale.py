@@ -10,8 +10,9 @@ from pathlib import Path
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import notes_on_stderr, to_json
 from titan_hydra.core.job.config.fault import bad_value, quoted
-from titan_hydra.core.job.config.files import CONF, write_text
+from titan_hydra.core.job.config.files import write_text
 from titan_hydra.experiments.compose.compose import compose_job
+from titan_hydra.experiments.compose.folders import line_that_sees, option_file
 from titan_hydra.experiments.plan.command_plan import make_folder
 from titan_hydra.experiments.runs.view import add_runs, choose
 from titan_hydra.instruments.scaling import afford, bootstrap, shown
@@ -205,7 +206,7 @@ def make_ladder(args: argparse.Namespace, overrides: list[str]) -> int:
     """Write the sweep file of a ladder, and print its cells and what to type next."""
     if not re.fullmatch(r"\w[\w-]*", args.make):
         raise ConfigError(f"--make {args.make}: cannot be typed as +sweeps=NAME; letters, digits, _ and - can")
-    file = (Path("conf") if Path("conf").is_dir() else CONF) / "sweeps" / f"{args.make}.yaml"
+    file = option_file("sweeps", args.make)
     if file.exists():
         raise bad_value("--make", args.make, f"{file} already exists", f"{args.make}_2")
     cells = ladder_cells(compose_job(*overrides, config_dir=args.config_dir), args.sizes, args.multiples)
@@ -218,7 +219,8 @@ def make_ladder(args: argparse.Namespace, overrides: list[str]) -> int:
     except OSError as error:
         raise ConfigError(f"--make {args.make}: {file} cannot be written: {error.strerror}") from error
     print(f"{file}: {len(cells)} cells, {next(iter(cells))} to {[*cells][-1]}")
-    print(f"try: python launch.py +sweeps={args.make} launch.mode=dry")
+    program, where = line_that_sees(file.parent)
+    print(f"try: {program} {where}+sweeps={args.make} launch.mode=dry")
     return Exit.DONE
 
 

@@ -93,4 +93,4 @@ def _lengthened(seq_len: int, windows: dict[str, int]) -> list[str]:
 
 
 def _reason(message: str) -> str:
-    return message.removeprefix(REFUSED).splitlines()[0].partition("; nearest legal")[0]
+    return message.removeprefix(REFUSED).splitlines()[0].partition("; nearest legal: ")[0].partition("; one of ")[0]

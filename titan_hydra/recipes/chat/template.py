@@ -33,6 +33,7 @@ from titan_hydra.core.data.facts import read_facts, special_tokens
 from titan_hydra.core.data.files import check_unicode
 from titan_hydra.core.data.tokenizer import BOS_NAMES, EOS_NAMES
 from titan_hydra.core.job.config import schema
+from titan_hydra.core.job.config.fault import bad_value
 from titan_hydra.core.job.config.files import home, similar, tokenizer_file
 
 from .conversations import RESERVED, Conversation
@@ -327,7 +328,7 @@ def _read(key: str, name: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         near = similar(name) or tuple(BUILT_IN)
         reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise ConfigError(f"{key}.chat_template={name}: {reason}; nearest legal: {' or '.join(near)}") from error
+        raise bad_value(f"{key}.chat_template", name, reason, *near) from error
 
 
 def _of_tokenizer(key: str, file: Path) -> tuple[str, str]:
@@ -344,6 +345,6 @@ def _of_tokenizer(key: str, file: Path) -> tuple[str, str]:
     if not isinstance(found, str):
         raise ConfigError(
             f"{key}.chat_template=null: no template came with {file}: neither {own.name} nor one in {config.name} is "
-            f"beside it; nearest legal: {' or '.join(BUILT_IN)}"
+            f"beside it; one of {', '.join(BUILT_IN)}"
         )
     return str(config), found

@@ -68,9 +68,7 @@ def select_linears(model: nn.Module, precision: Precision) -> tuple[list[str], d
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for part in precision.skip:
         if not any(part in name for name in names):
-            raise ConfigError(
-                f"precision.skip={part}: no linear's name contains it; nearest legal: {', '.join(kinds(names))}"
-            )
+            raise ConfigError(f"precision.skip={part}: no linear's name contains it; one of {', '.join(kinds(names))}")
     few = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "per_sample", False))
     left = {}
     for name in names:
