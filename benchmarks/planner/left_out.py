@@ -142,6 +142,12 @@ def shares(own: list[Scored], without: Constants) -> dict[str, float]:
     }
 
 
+def line(name: str, own: list[Scored], share: dict[str, float]) -> str:
+    """Return a line of the table of techniques, from what `shares` returned."""
+    shipped = summary([one.error for one in own])
+    return f"| {name} | {len(own)} | {shipped} | {share['median']:.1%}, {share['worst']:+.1%} | {share['inside']} |"
+
+
 def bands(left_out: dict[str, list[float]]) -> dict[str, float]:
     """Return the half-width for each name that contains INSIDE of its errors, in steps of 0.05."""
     found = {}
@@ -166,19 +172,21 @@ def main() -> None:
         without |= {one.row["id"]: error for one, error in zip(own, own_errors, strict=True)}
         texts = map(summary, ([one.error for one in own], errors(own, everything), own_errors))
         print(f"| {name} | {len(own)} | {' | '.join(texts)} |", flush=True)
-    print("\n| technique | rows | shipped constants | fitted without the row's publisher |\n" + "|---" * 4 + "|")
+    print(
+        "\n| technique | rows | shipped constants | fitted without the row's publisher | inside their bands |\n"
+        + "|---" * 5
+        + "|"
+    )
     left_out: dict[str, list[float]] = {}
     written = {}
     for name, own in sorted(grouped(rows, lambda one: technique_of(one.shape.job)).items()):
         left_out[name] = [without[one.row["id"]] for one in own]
         written[name] = shares(own, without)
-        print(f"| {name} | {len(own)} | {summary([one.error for one in own])} | {summary(left_out[name])} |")
+        print(line(name, own, written[name]))
     for kind in ("dense", "experts"):
         own = [one for one in rows if one.technique.startswith(kind)]
         written[f"all {kind}"] = shares(own, without)
-        print(
-            f"| all {kind} | {len(own)} | {summary([one.error for one in own])} | {summary([without[one.row['id']] for one in own])} |"
-        )
+        print(line(f"all {kind}", own, written[f"all {kind}"]))
     LEFT_OUT.write_text(to_json(written) + "\n")
     for name, own in grouped(rows, lambda one: f"{one.row['hardware']}, {technique_of(one.shape.job)}").items():
         if len(own) >= ENOUGH:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -82,6 +83,16 @@ def test_a_source_that_gives_both_confirms_how_its_flops_are_counted():
         assert score(from_flops).speed[0] == pytest.approx(row["tokens_per_second_per_gpu"], rel=2e-3), row["id"]
 
 
+def test_rows_that_are_wrongly_predicted_to_fit_are_counted():
+    one = score(rows_of_one(ROW))
+    rooms = [(40.0, 50.0), (75.0, 50.0), (50.0, 90.0)]  # measured, predicted, of 79.1
+    assert command_score._fits([replace(one, memory=pair) for pair in rooms]) == [
+        "3 rows with measured memory: 1 predicted to fit, but above 92% of the device; 1 predicted not to fit, but ran",
+        "",
+    ]
+    assert command_score._fits([replace(one, memory=None)]) == []
+
+
 @pytest.mark.long
 def test_all_rows_are_predicted_as_the_page_says():
     found = []
@@ -121,7 +132,7 @@ def test_the_page_gives_the_left_out_errors_that_the_command_prints():
     page = (Path(__file__).parents[3] / "docs/plan.md").read_text()
     for name, one in json.loads(command_score.LEFT_OUT.read_text()).items():
         line = next(line for line in page.splitlines() if line.startswith(f"| {name} | {one['rows']} |"))
-        assert line.endswith(f"| {one['median']:.1%}, {one['worst']:+.1%} |")
+        assert line.endswith(f"| {one['median']:.1%}, {one['worst']:+.1%} | {one['inside']} |")
 
 
 def test_the_command_reads_a_file_of_rows(tmp_path, capsys):

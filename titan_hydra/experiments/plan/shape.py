@@ -49,10 +49,12 @@ class Shape:
     shards: int  # ranks over which each parameter is sharded
     wrapped: bool  # whether FSDP wraps the model
     experts: ExpertShape | None
-    # two properties of other trainers: whether Transformer Engine computes the experts, in the number format and as fast
+    # properties of other trainers: whether Transformer Engine computes the experts, in the number format and as fast
     # as other linears, and whether exchanges of rows overlap with the computation of another microbatch
     transformer_engine: bool = False
     hidden_exchange: bool = False
+    # whether the matmuls of weights' gradients add to earlier gradients, in no further time, as Megatron's do
+    adds_in_matmuls: bool = False
     whole_blocks: bool = False  # whether activation checkpointing treats compiled blocks with experts as a whole
     captured: bool = False  # whether CUDA graphs start the kernels of a block, as in some of Megatron's recipes
     stack: Stack | None = None  # the family's description of these blocks, if they do not belong to a decoder

@@ -26,6 +26,7 @@ from .shape import NotPredictable, Shape, shape_of
 TOKEN_BYTES = 36
 # the same for split masters: the gradient, in bf16, is read for the norm and for the update, and is not written
 SPLIT_BYTES = 28
+SIMULATED = 4  # microbatches of a pipeline that are simulated, per pipeline rank
 LATENCY = 0.01  # seconds of a step that no other term includes
 OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # keys of `hardware` whose values may be null
 
@@ -93,6 +94,7 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
         "TP communication": tensor_parallel_passes(shape, factors),
         "CP communication": context_parallel_passes(shape, factors, attention),
         "EP communication": exchange,
+        "gradient sums": Pair(0.0, _gradient_sums(shape, factors)),
         "host": _host(shape, factors, kernels.forward),
     }
 
@@ -128,6 +130,17 @@ def _element_wise(shape: Shape, factors: Factors) -> Pair:
     traffic += shape.tokens * shape.experts.traffic if shape.experts else 0
     once = traffic / bandwidth(shape, factors)
     return Pair(once, (2 + recomputed(shape).rest) * once)
+
+
+def _gradient_sums(shape: Shape, factors: Factors) -> float:
+    """Return the seconds in which a microbatch's gradients are added to those of earlier ones, computed from their memory
+    traffic: each gradient is read, and each sum is read and written. A pipeline adds up gradients before ranks reduce
+    them, and so the gradients of all weights that a rank has gathered; FSDP otherwise adds up shards.
+    """
+    if shape.adds_in_matmuls or shape.microbatches * shape.rounds == 1:
+        return 0.0
+    added = shape.whole if len(shape.stages) > 1 or not shape.wrapped else shape.block / shape.shards
+    return added * shape.learned * (shape.used + 2 * shape.reduced) / bandwidth(shape, factors)
 
 
 def _host(shape: Shape, factors: Factors, kernels: float) -> Pair:
@@ -241,17 +254,24 @@ def _span(shape: Shape, block: Pair, first: Pair, head: Pair, exact: bool) -> fl
     backward[last] += head.backward
     # seconds of half a backward, for schedules that split it in two
     half = [(seconds + call) / 2 for seconds in backward]
-    hop = shape.tokens * shape.used * shape.residual / (job.hardware.nic_gbs * 0.8e9)
+    near = all_ranks(job) <= job.hardware.gpus_per_node
+    link = job.hardware.nvlink_gbs if near else job.hardware.nic_gbs
+    hop = shape.tokens * shape.used * shape.residual / (link * 0.8e9)
     second = call if splits_backward(job) else 0
     most = max(sum(forward[stage] + backward[stage] + second for stage in stages) for stages in shape.stages)
-    # Further microbatches add no idle time: each adds only the work of the slowest rank.
-    number = min(shape.microbatches, (4 if exact else 2) * pp)
-    if written_schedule(job):
-        number = shape.microbatches
-    elif not exact:
-        chunks = job.pp_schedule.stages_per_rank
+    if not exact and not written_schedule(job):
+        number, chunks = min(shape.microbatches, 2 * pp), job.pp_schedule.stages_per_rank
         return most * (shape.microbatches + idle_time(known(job.pp_schedule.name), pp, chunks, number) / (3 * chunks))
     seconds = {"F": forward, "B": backward, "I": half, "W": half}
-    played = play(actions_of(job, number), last + 1, lambda action: seconds[action[1]][action[0]], hop)
-    ends = (start + seconds[action[1]][action[0]] for rank in played for start, action in rank[-1:])
-    return max(ends) + (shape.microbatches - number) * most
+
+    def played(number: int) -> float:
+        ranks = play(actions_of(job, number), last + 1, lambda action: seconds[action[1]][action[0]], hop)
+        return max(start + seconds[action[1]][action[0]] for rank in ranks for start, action in rank[-1:])
+
+    number = shape.microbatches if written_schedule(job) else min(shape.microbatches, SIMULATED * pp)
+    if number == shape.microbatches:
+        return played(number)
+    # Each further microbatch takes as long as the last of those that are simulated: the work of the slowest rank and, in
+    # some schedules, the waits for the outputs of other stages.
+    span, before = played(number), played(number - pp)
+    return span + (shape.microbatches - number) * (span - before) / pp

@@ -13,6 +13,7 @@ from typing import Any
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import table, to_json
 from titan_hydra.experiments.plan.bands import band_of, technique_of
+from titan_hydra.experiments.plan.predict import FITS, TIGHT
 from titan_hydra.experiments.plan.shape import NotPredictable
 from titan_hydra.instruments.rates.published import Scored, rows_of, score
 
@@ -52,6 +53,7 @@ def main(args: argparse.Namespace) -> int:
     ):
         if rows:
             print(title, *table(TITLES, _groups(rows, name), TITLES[1:]), "", sep="\n")
+    print(*_fits(counted), sep="\n")
     print(
         "published rows, each predicted with constants that were fitted without its publisher",
         *_left_out(),
@@ -63,6 +65,15 @@ def main(args: argparse.Namespace) -> int:
     for name, reason in skipped:
         print(f"skipped  {name}: {reason}")
     return Exit.DONE if found else Exit.CONFIG
+
+
+def _fits(rows: Iterable[Scored]) -> list[str]:
+    """Return a line that says how many rows with a measured memory are wrongly predicted to fit, or not to fit."""
+    known = [(one.shape.job.hardware.memory_gib, *one.memory) for one in rows if one.memory]
+    fitting = sum(predicted <= FITS * room < measured for room, measured, predicted in known)
+    refused = sum(predicted > TIGHT * room for room, _, predicted in known)
+    told = f"{len(known)} rows with measured memory: {fitting} predicted to fit, but above {FITS:.0%} of the device"
+    return [f"{told}; {refused} predicted not to fit, but ran", ""] if known else []
 
 
 def _left_out() -> list[str]:

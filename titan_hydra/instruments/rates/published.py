@@ -144,6 +144,7 @@ def _as_run(row: Row, shape: Shape) -> Shape:
     shape = replace(shape, transformer_engine=_of_megatron(row) or _has_te(row))
     if not _of_megatron(row):
         return shape
+    shape = replace(shape, adds_in_matmuls=True)
     if not shape.experts:  # context-parallel ranks share no weights, so a microbatch gathers none
         return replace(shape, shards=1, wrapped=shape.job.parallelism.pp == 1)
     experts = replace(shape.experts, in_turn=False)
