@@ -2,11 +2,12 @@
 
 from .mutant import Mutant
 
-OPTIMIZER, MUON, TRAINER, STATE = (
+OPTIMIZER, MUON, TRAINER, STATE, EMA = (
     "core/train/optimizer.py",
     "core/train/muon.py",
     "core/train/trainer.py",
     "core/checkpoint/state.py",
+    "core/train/ema.py",
 )
 LOADER, STREAMS, MIXTURE, ITEMS = (
     "core/data/loader.py",
@@ -23,6 +24,7 @@ MIXTURE_EXACT = "llama3, a mixture, validated, against float64"
 QWEN_MUON, FSDP = "qwen3_moe, fsdp 2, ep 2, muon", "fsdp 2"
 RESUMED, MUON_RESUMED, DOCUMENTS_RESUMED = "fsdp 2, resumed", "fsdp 2, muon, resumed", "fsdp 2, documents, resumed"
 FORKED = ("bf16, tp 2, other keys then, against float64", "sgd, fsdp 2, other keys then, against float64")
+AVERAGED, AVERAGES = "moving average, tp 2, then fsdp 2, against float64", "tests/core/train/test_ema.py"
 RESUME = "tests/core/checkpoint/test_resume.py::test_a_resumed_run_goes_on_where_it_stopped"
 CLIPPED = "tests/core/train/test_optimizer.py::test_gradients_are_divided_by_the_clipping_factor_and_nothing_changes"
 LOADS, STREAM_TESTS = "tests/core/data/test_loader.py", "tests/core/data/test_streams.py"
@@ -56,6 +58,12 @@ MUTANTS = [
     Mutant("a step that is not finite is made", "any", OPTIMIZER, "(~finite).float()", "(~finite).float() * 0",
            "Weights become NaN with the first loss that is NaN.", (),
            (f"{CLIPPED}_where_they_are_not_finite",)),
+    Mutant("the average of the weights does not begin anew", "any", EMA, "max(1 - decay, 1 / group[COUNT])", "(1 - decay)",
+           "The average begins at zero, and is too small in the first steps.", (AVERAGED,)),
+    Mutant("the held-out loss is that of the weights", "any", EMA, "                _set(parameter, average)\n", "",
+           "Validation ignores the average.", (AVERAGED,), (AVERAGES,)),
+    Mutant("gathered weights outlive a validation", "any", EMA, "            module.reshard()", "            pass",
+           "With reshard_after_forward=never, a step after a validation uses the averages.", (), (AVERAGES,)),
     Mutant("gradients of norms pile up", "any", TRAINER, "            optimizer.zero_grad()\n",
            "            kept = [(p, p.grad) for group in optimizer.param_groups for p in group['params'] if p.ndim == 1]\n"
            "            optimizer.zero_grad()\n            for p, gradient in kept:\n                p.grad = gradient\n",

@@ -70,7 +70,7 @@ MUTANTS = [
            "held | {key: max(value for name, value in held.items() if name.endswith('.peak_lr'))\n"
            "                   for key in held if key.endswith('.peak_lr')} | state | changed",
            "A resumed run has one learning rate for all weights.", (RESUMED,)),
-    Mutant("an export has no scales", "mup", "core/checkpoint/reader.py", "(state[PREFIX + name] * factor).to(dtype)",
-           "state[PREFIX + name].to(dtype)", "Exported weights lack the scales, which Hugging Face's model does not have.", (), (EXPORT,)),
+    Mutant("an export has no scales", "mup", "core/checkpoint/reader.py", "(state[key] * factor).to(dtype)",
+           "state[key].to(dtype)", "Exported weights lack the scales, which Hugging Face's model does not have.", (), (EXPORT,)),
 ]
 # fmt: on

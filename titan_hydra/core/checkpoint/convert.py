@@ -61,15 +61,16 @@ def export_hf(
     max_shard_gb: float = 5.0,
     config_file: Path | None = None,
     tokenizer_file: Path | None = None,
+    ema: bool = False,
 ) -> tuple[list[str], torch.dtype]:
     """Write the model of a checkpoint or run in its family's Hugging Face format. Tensors are converted to `dtype`;
     None: they keep their dtypes. Return the names of the weight files, and the dtype that most tensors have.
-    `tokenizer_file` is the tokenizer's file, if the user has named one.
+    `tokenizer_file` is the tokenizer's file, if the user has named one. With `ema`, write the averages of the weights.
     """
     checkpoint = find_checkpoint(source)
     config = read_model_config(checkpoint, config_file)
     hf, state = hf_of(config), meta_state(config)
-    reader = reader_of(checkpoint, config_file)
+    reader = reader_of(checkpoint, config_file, ema)
     if isinstance(reader, Reader):
         _check_stored(reader.metadata, {name: tensor.shape for name, tensor in state.items()}, checkpoint)
     stored = {} if dtype else reader.dtypes(state)
@@ -181,14 +182,14 @@ def check_scales(source: Path, rules: Rules) -> None:
         )
 
 
-def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Merged:
-    """Return a reader of a checkpoint's weights, converted to the standard parametrization. If the checkpoint holds
-    adapters, the reader merges them into the weights of initial_load_path.
+def reader_of(checkpoint: Path, config_file: Path | None = None, ema: bool = False) -> Reader | Merged:
+    """Return a reader of a checkpoint's weights, converted to the standard parametrization, or, with `ema`, of their
+    moving averages. If the checkpoint holds adapters, the reader merges them into the weights of initial_load_path.
     """
     _, adapter = find_section("adapter", checkpoint, config_file)
     if adapter.get("name", "none") == "none":
         rules = rules_of_weights(checkpoint, config_file)
-        return Reader(checkpoint, folded(meta_state(rules.model), rules) if rules else None)
+        return Reader(checkpoint, folded(meta_state(rules.model), rules) if rules else None, ema)
     file, section = find_section("checkpoint", checkpoint, config_file)
     if not section.get("initial_load_path"):
         raise ConfigError(
@@ -196,7 +197,7 @@ def reader_of(checkpoint: Path, config_file: Path | None = None) -> Reader | Mer
         )
     base = initial_weights(file.parent, as_started(file, section["initial_load_path"]))
     beside = Folder(base, hf_of(read_model_config(checkpoint, config_file))) if is_hf(base) else Reader(base)
-    return Merged(beside, Reader(checkpoint), adapter["alpha"] / adapter["rank"])
+    return Merged(beside, Reader(checkpoint, ema=ema), adapter["alpha"] / adapter["rank"])
 
 
 class LazySavePlanner(dcp.DefaultSavePlanner):

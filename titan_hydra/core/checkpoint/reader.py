@@ -1,6 +1,7 @@
 """Read single tensors of a checkpoint, or of adapters merged into the frozen weights with which they were trained."""
 
 import pickle
+import re
 from pathlib import Path
 
 import torch
@@ -8,24 +9,30 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titan_hydra.core.base.errors import CheckpointError
+from titan_hydra.core.base.errors import CheckpointError, ConfigError
 
 from . import safe
 from .folder import Folder
 from .planner import LoadPlanner
 
 PREFIX = "model."  # prefix of the names of parameters in a checkpoint
+EMA = re.compile(r"optimizer\.state\.(.+)\.ema")  # names of the averages in a checkpoint (core/train/ema.py)
 
 
 class Reader:
     """Reads tensors of a checkpoint, without running code. Its index, which can be large, is read once. Weights in
-    `factors` are multiplied by their factor.
+    `factors` are multiplied by their factor. With `ema`, trained weights are read from their moving averages; raises
+    ConfigError if the checkpoint has none.
     """
 
-    def __init__(self, checkpoint: Path, factors: dict[str, float] | None = None):
+    def __init__(self, checkpoint: Path, factors: dict[str, float] | None = None, ema: bool = False):
         self.checkpoint, self.reader = checkpoint, safe.SafeReader(checkpoint)
         self.factors = factors or {}
         self.metadata = self.reader.index
+        stored = map(EMA.fullmatch, self.metadata.state_dict_metadata if ema else ())
+        self.averages = {match[1]: match[0] for match in stored if match}
+        if ema and not self.averages:
+            raise ConfigError(f"--ema: {checkpoint} has no averages of weights; its run had optimizer.ema_decay=0")
 
     def dtypes(self, state: dict[str, Tensor]) -> dict[str, torch.dtype]:
         """Return the dtype in which each tensor of a model is stored. Missing tensors are left out."""
@@ -38,15 +45,13 @@ class Reader:
 
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Read a whole parameter, whose shards any number of ranks may have written, and convert it to `dtype`."""
-        factor = self.factors.get(name, 1.0)
-        state = {PREFIX + name: torch.empty(shape, dtype=dtype if factor == 1 else torch.float32)}
+        factor, key = self.factors.get(name, 1.0), self.averages.get(name, PREFIX + name)
+        state = {key: torch.empty(shape, dtype=dtype if factor == 1 else torch.float32)}
         try:
             dcp.load(state, storage_reader=self.reader, planner=LoadPlanner(), no_dist=True)
         except (dcp.CheckpointException, RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(
-                f"{self.checkpoint}: {PREFIX}{name} cannot be read; the checkpoint is damaged"
-            ) from error
-        return state[PREFIX + name] if factor == 1 else (state[PREFIX + name] * factor).to(dtype)
+            raise CheckpointError(f"{self.checkpoint}: {key} cannot be read; the checkpoint is damaged") from error
+        return state[key] if factor == 1 else (state[key] * factor).to(dtype)
 
 
 class Merged:

@@ -219,7 +219,7 @@ class Loop:
         if self.held_out is None or (step % every and step != self.job.steps):
             return math.inf
         self.watch.at("validation")
-        with self.metrics.clock.leave_out():
+        with self.metrics.clock.leave_out(), self.trainer.held_out_weights():
             began = time.perf_counter()
             loss = self.trainer.validate(self.held_out, config.steps)
             self.metrics.event("validation", step, validation_loss=loss, seconds=time.perf_counter() - began)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from titan_hydra.core.parallel.mesh import Mesh
 from titan_hydra.core.parallel.split_masters import split_masters
 from titan_hydra.core.parallel.stages import split, whole
 
+from . import ema
 from .groups import Groups
 from .objectives import Objective, build_objective
 from .optimizer import build_optimizers
@@ -122,6 +124,12 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
+    def held_out_weights(self) -> AbstractContextManager:
+        """Return the context in which held-out numbers are measured: with the averages of the weights if
+        validation.ema is true, else with the weights.
+        """
+        return ema.averaged_weights(self.model, self.optimizers) if self.job.validation.ema else nullcontext()
+
     @torch.no_grad()
     def validate(self, loader: Loader, steps: int) -> float:
         """Return the objective's mean over `steps` held-out global batches; NaN if no element counts. Every element counts
@@ -162,6 +170,8 @@ class Parts:
         step = build_step(self.stages, self.mesh, job, device, objective)
         rules = rules_of(job.model, job.parametrization)
         optimizers = build_optimizers(masters.weights, job.optimizer, self.mesh, rules)
+        if job.optimizer.ema_decay:
+            ema.follow_weights(optimizers, job.optimizer.ema_decay)
         return Trainer(job, self.mesh, device, objective, model, masters, step, optimizers, self.parameters, self.notes)
 
 

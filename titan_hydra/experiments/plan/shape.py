@@ -12,7 +12,7 @@ from itertools import accumulate
 from titan_hydra.core.job.adapter import adapted
 from titan_hydra.core.job.batches import local_batches, microbatch_size, microbatches
 from titan_hydra.core.job.config.family import Linear, Stack, family_of
-from titan_hydra.core.job.config.registry import ADAPTERS, FORMATS, OPTIMIZERS, Format
+from titan_hydra.core.job.config.registry import ADAPTERS, FORMATS, Format, states_per_parameter
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.dtypes import SIZE, gathers_in_format, gradient_dtype, has_one_scale, is_opaque
 from titan_hydra.core.job.pipeline import blocks_of_stages, modules_of_stages, stages_of_ranks
@@ -129,7 +129,7 @@ class Shape:
     @property
     def moments(self) -> int:
         """The number of state tensors, each as large as a parameter, that the optimizer keeps for it."""
-        return OPTIMIZERS[self.job.optimizer.name].moments(self.job.optimizer)
+        return states_per_parameter(self.job.optimizer)
 
     @cached_property
     def residual(self) -> float:

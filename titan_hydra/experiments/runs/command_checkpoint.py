@@ -145,6 +145,9 @@ def export_weights_arguments(parser: argparse.ArgumentParser) -> None:
         default="hf",
         help="for a model with adapters, hf has the merged weights, and peft only the adapters (default: hf)",
     )
+    parser.add_argument(
+        "--ema", action="store_true", help="write the moving averages of the weights (optimizer.ema_decay)"
+    )
     add_step(parser)
     add_tokenizer(parser)
     _add_dtype(parser)
@@ -166,6 +169,8 @@ def export_weights(args: argparse.Namespace) -> int:
 
     if args.tokenizer and args.format != "hf":
         raise ConfigError("--tokenizer: needs --format hf; other formats have no tokenizer of their own")
+    if args.ema and args.format != "hf":
+        raise ConfigError("--ema: needs --format hf, which merges the averages of adapters")
     dtype = convert.DTYPES.get(args.dtype)
     with _folder(args) as target:
         source = asked_for(place_of(args.source, args.runs), args.step)
@@ -175,7 +180,9 @@ def export_weights(args: argparse.Namespace) -> int:
             number = export_peft(source, target, dtype or convert.DTYPES["float32"], args.config)
             told = f"the adapters of {counted(number, 'linear')}; load with peft.PeftModel.from_pretrained"
         else:
-            files, found = convert.export_hf(source, target, dtype, args.max_shard_gb, args.config, args.tokenizer)
+            files, found = convert.export_hf(
+                source, target, dtype, args.max_shard_gb, args.config, args.tokenizer, args.ema
+            )
             kept = str(found).removeprefix("torch.")
             told = f"{counted(len(files), 'file')} of weights in {kept}; load with from_pretrained"
     print(f"{args.target}: {told}")

@@ -14,7 +14,7 @@ from math import ceil, exp, expm1, lcm, sqrt
 
 from titan_hydra.core.job.adapter import adapter_parameters, adapts
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.registry import OPTIMIZERS
+from titan_hydra.core.job.config.registry import states_per_parameter
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.dtypes import SIZE
 
@@ -171,7 +171,7 @@ class Site:
     def bytes(self) -> int | None:
         """The bytes of a checkpoint (weights and optimizer states); None if the number of parameters is unknown."""
         job, count = self.job, family_of(self.job.model).parameters
-        states = SIZE[job.precision.param_dtype] * (1 + OPTIMIZERS[job.optimizer.name].moments(job.optimizer))
+        states = SIZE[job.precision.param_dtype] * (1 + states_per_parameter(job.optimizer))
         return adapter_parameters(job) * states if adapts(job) else count(job.model) * states if count else None
 
     def save(self, groups: int = 1) -> float:

@@ -19,6 +19,7 @@ CHANGED_KEYS = (
     "optimizer.decay_matrices_only=true",
     "lr_scheduler=cosine",
 )
+AVERAGED = ("optimizer.ema_decay=0.6", "validation=on", "validation.ema=true")
 SHALLOW = ("model.n_layers=2", "model.vocab_size=256")
 
 # fmt: off
@@ -44,5 +45,16 @@ CONTINUED: list[Case] = [
           ("muon, fsdp 2", "fsdp", (), ("optimizer=muon",), (DECAY, "optimizer.muon_momentum=0.5", "optimizer.muon_lr=0.01"),
            EXACT | {"loss": 3e-4, "norm": 3e-3, "weights": 0.5}),
           ("mup, fsdp 2", "fsdp", (), MUP, CHANGED_KEYS, EXACT))),
+
+    # its average of the weights goes on, and the held-out loss is that of the average
+    *(case(f"moving average, {name}, against float64", 2, *overrides, resumed=True, validated=True,
+           **bounds | {"base": (*AVERAGED, *SHALLOW, *base), "then": then})
+      for name, overrides, base, then, bounds in (
+          ("tp 2, then fsdp 2", ("parallelism=tp", "data.local_batch=16"), (), ("parallelism=fsdp", "data.local_batch=4"), EXACT),
+          ("fsdp 2, then pp 2", ("parallelism=fsdp", "data.local_batch=8"), (), ("parallelism=pp", "data.local_batch=16"), EXACT),
+          ("cp 2", ("parallelism=cp", "data.local_batch=16"), (), (), EXACT),
+          ("sgd, ddp 2", ("parallelism=ddp", "data.local_batch=8"), ("optimizer=sgd",), (), EXACT),
+          ("bf16, ddp 2", ("parallelism=ddp", "data.local_batch=8", "precision=bf16"), (), (), COARSE),
+          ("split masters, fsdp 2", ("parallelism=fsdp", "data.local_batch=8", *HALVED), (), (), COARSE))),
 ]
 # fmt: on

@@ -66,6 +66,7 @@ def train_in_float64(
     weights = {name: value.double().requires_grad_() for name, value in trained.items()}
     frozen = {name: value.double() for name, value in start.items() if name not in trained}
     state: dict[str, dict] = {name: {} for name in weights}
+    averages: Weights = {}
     model: Sparse = job.model
     record = Trace([], [], {}, trained, {}, [], first_biases(start, job.model), odd=odd_starts(start, job))
     order = Order(job)
@@ -84,6 +85,7 @@ def train_in_float64(
             for name, weight in weights.items():
                 own = scaled_optimizer(name, tuple(weight.shape), now)
                 update(name, weight, gradients[name] * clip, state[name], step, factor, own)
+                averages[name] = weight.lerp(averages.get(name, weight), min(now.optimizer.ema_decay, 1 - 1 / step))
         for name, bias in record.biases.items():
             load = loads[name.removesuffix(".router.bias")]
             bias += model.router_bias_update_rate * (load.mean() - load).sign().float()
@@ -92,7 +94,7 @@ def train_in_float64(
         record.loads.append({name: load.tolist() for name, load in loads.items()})
     record.weights = {name: weight.detach() for name, weight in weights.items()}
     if held_out:
-        everything = merged(frozen | record.weights, job) | record.biases
+        everything = merged(frozen | (averages if job.validation.ema else record.weights), job) | record.biases
         record.losses.append(mean_loss_of(everything, held_out, job))
         record.data += sum(order.repeated(batch) for batch in held_out)
     return record
@@ -404,11 +406,8 @@ def _rate(step: int, steps: int, config: Any) -> float:
     decay = rest if config.name == "cosine" else min(rest, round(steps * config.decay_ratio))
     if (begun := step - (steps + 1 - decay)) <= 0:
         return 1.0
-    progress = begun / decay
-    shape = "cosine" if config.name == "cosine" else config.decay_type
-    left = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress), "cosine": (1 + math.cos(math.pi * progress)) / 2}[
-        shape
-    ]
+    done, shape = begun / decay, "cosine" if config.name == "cosine" else config.decay_type
+    left = {"linear": 1 - done, "sqrt": 1 - math.sqrt(done), "cosine": (1 + math.cos(math.pi * done)) / 2}[shape]
     return config.min_factor + (1 - config.min_factor) * left
 
 

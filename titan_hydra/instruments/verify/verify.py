@@ -134,7 +134,8 @@ def trace(
 def validated_loss(job: Job, trainer: Trainer, times: int) -> float:
     """Validate one or several times, each time on the same samples, and return the last loss. A collective."""
     held_out = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
-    loss = [trainer.validate(held_out, HELD_OUT) for _ in range(times)][-1]
+    with trainer.held_out_weights():
+        loss = [trainer.validate(held_out, HELD_OUT) for _ in range(times)][-1]
     held_out.close()
     return loss
 

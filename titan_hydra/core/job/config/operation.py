@@ -74,6 +74,13 @@ class Validation:
     steps: int = key(
         10, "number of global batches in a validation", COUNT, only=("on",), identity=False, changes="held-out loss"
     )
+    ema: bool = key(
+        False,
+        "measure with the moving average of the weights (optimizer.ema_decay) instead of the weights",
+        only=("on",),
+        identity=False,
+        changes="held-out loss",
+    )
     tasks: list[str] = key(
         list,
         "JSONL files of questions (prompt, choices and gold, or prompt and target) that the model answers in each validation",

@@ -86,6 +86,11 @@ class OptimizerKind:
     like_adam: bool = False
 
 
+def states_per_parameter(optimizer: Any) -> int:
+    """Return the number of state tensors, each as large as a parameter, that an optimizer keeps for it."""
+    return OPTIMIZERS[optimizer.name].moments(optimizer) + bool(optimizer.ema_decay)
+
+
 @dataclass(frozen=True)
 class LrScheduleKind:
     """A learning rate over time: `factor(step, steps, LrSchedule)` is the learning rate at a step after the warm-up,

@@ -34,7 +34,7 @@ from .operation import (
     Sweep,
     Validation,
 )
-from .ranges import COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, WORD, Interval
+from .ranges import BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, WORD, Interval
 from .registry import (
     ACTIVATION_CHECKPOINTS,
     ADAPTERS,
@@ -184,6 +184,14 @@ class Optimizer:
         "the optimizer's float32 weights: whole, or split into the bfloat16 weights with which the model computes "
         "and the other 16 bits of each weight, which saves up to 4 bytes per parameter",
         choices=("whole", "split"),
+        changes="technique",
+    )
+    ema_decay: float = key(
+        0.0,
+        "decay of an exponential moving average (EMA) of the weights, such as 0.999, which validation.ema and `titan "
+        "checkpoint export --ema` use; training does not read it; 0: none is kept",
+        BELOW_ONE,
+        identity="if set",
         changes="technique",
     )
 

@@ -388,6 +388,20 @@ def masters_can_be_split(job: Job) -> Iterator[Fault]:
         yield Fault("optimizer.masters", "split", why, legal=("whole",))
 
 
+@rule(RECIPE)
+def averages_can_be_kept(job: Job) -> Iterator[Fault]:
+    """The average of the weights is kept in float32 beside float32 weights, by one replica group."""
+    if not job.optimizer.ema_decay:
+        if job.validation.ema:
+            yield fault_at(job, "validation.ema", "no average is kept; set optimizer.ema_decay=0.999", False)
+        return
+    if job.precision.param_dtype != "float32":
+        yield fault_at(job, "precision.param_dtype", "optimizer.ema_decay needs float32 parameters", "float32")
+    if job.fault_tolerance.name != "off":
+        why = f"fault_tolerance={job.fault_tolerance.name} does not exchange averages"
+        yield fault_at(job, "optimizer.ema_decay", why, 0.0)
+
+
 # --- the machine and its files ----------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from titan_hydra.core.job.batches import local_batches, microbatch_size
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import Fault, counted, fault_at
 from titan_hydra.core.job.config.model import Model
-from titan_hydra.core.job.config.registry import OPTIMIZERS
+from titan_hydra.core.job.config.registry import states_per_parameter
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.dtypes import GIB, SIZE, gradient_dtype
 from titan_hydra.core.job.ranks import devices_here, processes, runs_here
@@ -42,7 +42,7 @@ def of_a_rank(job: Job) -> dict[str, float]:
         SIZE[job.precision.param_dtype],
         SIZE[job.precision.compute_dtype],
     )
-    moments, gradient = OPTIMIZERS[job.optimizer.name].moments(job.optimizer), SIZE[gradient_dtype(job)]
+    moments, gradient = states_per_parameter(job.optimizer), SIZE[gradient_dtype(job)]
     ranks, whole, adapters = (
         layout.dp_shard * layout.cp * layout.tp * layout.pp,
         _parameters(model) or 0,
