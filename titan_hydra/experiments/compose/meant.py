@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from titan_hydra.core.job.config.fault import suggest
-from titan_hydra.core.job.config.field import converted, range_of
+from titan_hydra.core.job.config.field import converted, value_faults
 from titan_hydra.core.job.config.files import CONF, default_options
 from titan_hydra.core.job.config.load import kind_of, known_keys
 
@@ -127,12 +127,7 @@ def _with_value(name: str, value: Any, typed: str) -> list[str]:
         value = converted(kind_of(last), value)
     except ValueError:
         return []
-    choices, range = spec.metadata["choices"], range_of(spec)
-    if isinstance(value, str | int | float) and (
-        (choices and value not in choices) or (range and range.objection(value))
-    ):
-        return []
-    return [f"{name}={typed}"]
+    return [] if any(value_faults(last, spec, value)) else [f"{name}={typed}"]
 
 
 def suggest_option(word: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -114,7 +114,7 @@ class Head(nn.Linear):
         return nn.Linear.forward(self, x)
 
 
-def is_plain_head(library: Any, base: Any, head: nn.Module) -> bool:
+def is_plain_head(library: Any, base: Any, head: Any) -> bool:
     """Whether transformers' logits are the head's product with the last hidden state, and nothing else. Calls the forward
     of the whole model with a base model and a head that compute nothing.
     """
