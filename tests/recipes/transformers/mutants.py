@@ -14,6 +14,10 @@ OF_TRANSFORMERS = [
            '{"position_ids": None, "use_cache": False}', "Documents see each other.", (), (GRADIENTS,)),
     Mutant("buffers keep what memory held", "transformers", MODEL, "initialize_part(library, module, buffers_alone=True)",
            "[buffer.fill_(0) for buffer in buffers.values()]", "Rotary frequencies are 0.", (), (GRADIENTS,)),
+    Mutant("gradients of heads' norms stay partial", "transformers", "recipes/transformers/sharding.py",
+           "Partial() if of_heads else Replicate()", "Replicate()", "Each rank has the gradient of its own heads.", (), (GRADIENTS,)),
+    Mutant("sinks have another rank's heads", "transformers", "recipes/transformers/sharding.py", "name: weight.to_local()",
+           "name: weight.to_local().flip(0)", "A head has another head's sink.", (), (GRADIENTS,)),
     Mutant("a lost kind of blocks", "transformers", "recipes/transformers/known.py", "found[: layers - len(lost)] + lost", "found",
            "A shortened model has only the first kinds of blocks.", (), (KEYS,)),
 ]

@@ -20,14 +20,19 @@ from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.parallel import loss_head
 
 QUICK = ("gemma3_text", "gpt_oss")  # windows, two kinds of positions; experts, sinks, biases
+TP = "parallelism.sequence_parallel=false"
 ONE = ("parallelism=single", "data.local_batch=8")
 LAYOUTS = {  # by the number of ranks
     1: {"single": ONE},
     2: {
         "fsdp 2": ("parallelism=fsdp", "data.local_batch=4"),
         "ddp 2, accumulation, ac": ("parallelism=ddp", "data.local_batch=2", "ac=full"),
+        "tp 2, accumulation": ("parallelism=tp", "data.local_batch=2", TP),
     },
-    4: {"hsdp 4": ("parallelism=hsdp", "data.local_batch=2")},
+    4: {
+        "hsdp 4": ("parallelism=hsdp", "data.local_batch=2"),
+        "fsdp 2, tp 2": ("parallelism=fsdp_tp", "parallelism.tp=2", "data.local_batch=4", TP, "ac=full"),
+    },
 }
 HALF = ("precision=bf16", "ac=op")  # beside each layout of two ranks, for another family each
 CHUNKS = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")
@@ -43,6 +48,7 @@ def found_by(kinds, root, ranks):
         if ranks == 2:
             chunks = CHUNKS if kind != "gemma2" else ()
             jobs[f"{kind}, bf16"] = job(folder, "gpus=2", *LAYOUTS[2]["fsdp 2"], *HALF, *chunks)
+            jobs[f"{kind}, bf16, tp 2"] = job(folder, "gpus=2", *LAYOUTS[2]["tp 2, accumulation"], *HALF, *chunks)
     return traced(root, ranks, jobs)
 
 
@@ -56,7 +62,9 @@ def assert_learns_what_transformers_learns(kinds, root, layouts):
             start = alone[f"{kind}, single"]["start"]
             assert all(torch.equal(start[name], value) for name, value in found["start"].items()), name
             assert (found["drift"], found["rounded"]) == (0, 0), name
-            bounds = (5e-2, 2e-4, 5e-3) if "bf16" in name else (1e-5, 1e-6, 1e-6)
+            # in bfloat16 a token near the border between two experts may choose the other one
+            half = 0.2 if any("experts" in name for name in FAMILIES[kind]) else 5e-2
+            bounds = (half, 2e-4, 5e-3) if "bf16" in name else (1e-5, 1e-6, 1e-6)
             assert (worst[1] <= bounds[0], loss <= bounds[1], norm <= bounds[2]) == (True,) * 3, (
                 name,
                 worst,
@@ -150,7 +158,8 @@ def test_keys_replace_what_config_json_says(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changed", "words", "key", "part"),
     [
-        ("llama", {}, ("parallelism=tp", "gpus=2"), "parallelism.tp", "nearest legal: 1"),
+        ("llama", {}, ("parallelism=tp", "gpus=2"), "parallelism.sequence_parallel", "nearest legal: false"),
+        ("llama", {}, ("parallelism=tp", "parallelism.tp=4", "gpus=4", TP), "parallelism.tp", "nearest legal: 2"),
         ("llama", {}, ("parallelism=cp", "gpus=2"), "parallelism.cp", "nearest legal: 1"),
         ("llama", {}, ("parallelism=pp", "gpus=2"), "parallelism.pp", "nearest legal: 1"),
         ("mixtral", {}, ("parallelism=fsdp_ep", "gpus=2", "parallelism.ep=2"), "parallelism.ep", "nearest legal: 1"),

@@ -12,6 +12,7 @@ register(
         "transformers",
         TransformersConfig,
         model=f"{__name__}.model:Transformers",
+        sharding=f"{__name__}.sharding:plan",
         hf=f"{__name__}.hf:HF",
         fill=TransformersConfig.frozen,
         flops=flops_of_token,

@@ -167,12 +167,14 @@ def flops_of_token(config: Any, seq_len: int, parameters: int) -> int | None:
 
 def faults(job: Any) -> Iterator[Fault]:
     """Yield what a model of transformers cannot be combined with."""
-    only = "a model of transformers trains by data parallelism (FSDP2, HSDP, DDP) alone"
-    for name in ("tp", "cp"):
-        if getattr(job.parallelism, name) > 1:
-            yield fault_at(job, f"parallelism.{name}", only, 1)
+    only = "a model of transformers trains by data and tensor parallelism alone"
+    if job.parallelism.cp > 1:
+        yield fault_at(job, "parallelism.cp", only, 1)
     if job.parallelism.backend != "fsdp2":
         yield fault_at(job, "parallelism.backend", only, "fsdp2")
+    if job.parallelism.tp > 1 and job.parallelism.sequence_parallel:
+        reason = "norms of a model of transformers get whole sequences"
+        yield fault_at(job, "parallelism.sequence_parallel", reason, False)
     if job.precision.converter:
         yield fault_at(job, "precision.converter", "linears of a model of transformers have no number format", "null")
     if adapts(job):
