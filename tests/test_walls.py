@@ -236,6 +236,7 @@ INHERITED = {
         "_make_submission_file_text",
     ): "submitit.slurm.slurm:SlurmExecutor",
     ("core/parallel/whole.py", "_apply"): "torch.distributed.tensor.parallel.style:ParallelStyle",
+    ("recipes/transformers/sharding.py", "_apply"): "torch.distributed.tensor.parallel.style:ParallelStyle",
     ("core/parallel/pipeline.py", "_validate_fwd_outputs"): None,  # only in torch 2.11, as is the next
     ("core/parallel/pipeline.py", "_get_init_p2p_neighbors_ops"): None,
     ("core/parallel/simple_fsdp.py", "_parameters"): None,  # a member of a module, not of its class

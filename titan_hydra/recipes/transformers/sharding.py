@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.schema import Parallelism
@@ -37,8 +37,8 @@ def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
     logits = Shard(-1) if config.loss_parallel else Replicate()
     return LibraryPlan(
         around={
-            "tok_embeddings": Rows(norm.reduce_dtype),
-            "norm": Held(norm.reduce_dtype, Replicate()),
+            "tok_embeddings": SplitRows(norm.reduce_dtype),
+            "norm": PlainWeights(norm.reduce_dtype, Replicate()),
             "output": ColwiseParallel(output_layouts=logits, use_local_output=not config.loss_parallel),
         },
         block={},
@@ -54,7 +54,8 @@ class LibraryPlan(Plan):
 
     def of(self, block: nn.Module) -> dict[str, ParallelStyle]:
         """Return the styles of a block's modules. Raises ConfigError for a parameter of attention that is not of heads."""
-        config = next(part.config for part in block.modules() if hasattr(part, "config"))
+        parts: list[Any] = list(block.modules())
+        config = next(part.config for part in parts if hasattr(part, "config"))
         theirs = {name.removeprefix("layers.*."): word for name, word in (config.base_model_tp_plan or {}).items()}
         theirs = theirs or HEADS
         split = theirs.get("self_attn.q_proj") == "colwise"  # whether a rank has only some heads
@@ -70,14 +71,14 @@ class LibraryPlan(Plan):
                     raise ConfigError(
                         f"parallelism.tp: {name}.{wrong[0]} of a {type(block).__name__} does not belong to heads; nearest legal: 1"
                     )
-                styles[name] = Held(self.reduce_dtype, None)
+                styles[name] = PlainWeights(self.reduce_dtype, None)
             else:
                 of_heads = split and name.rpartition(".")[2] in NORMS_OF_HEADS
-                styles[name] = Held(self.reduce_dtype, Partial() if of_heads else Replicate())
+                styles[name] = PlainWeights(self.reduce_dtype, Partial() if of_heads else Replicate())
         return styles
 
 
-class Held(ParallelStyle):
+class PlainWeights(ParallelStyle):
     """A module of any class whose forward sees plain weights. Its gradient arises on each rank as `gradient` says: whole,
     or as a part that is summed in each backward. None: each rank has its part of the weights, along their first dimension.
     """
@@ -93,20 +94,20 @@ class Held(ParallelStyle):
             module.register_parameter(name, nn.Parameter(held))
         part: Any = module
         part.reduce_dtype, part.gradient_arises = self.reduce_dtype, self.gradient
-        part.__class__ = type(type(module).__name__, (_Held, type(module)), {})
+        part.__class__ = type(type(module).__name__, (_Plain, type(module)), {})
         return module
 
 
-class _Held(nn.Module):
+class _Plain(nn.Module):
     """Shows plain weights to the forward of the class that follows."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
         own: Any = self
+        weights: dict[str, Any] = dict(self.named_parameters(recurse=False))
+        arises = own.gradient_arises
         plain = {
-            name: weight.to_local()
-            if own.gradient_arises is None
-            else read_whole(weight, own.reduce_dtype, own.gradient_arises)
-            for name, weight in self.named_parameters(recurse=False)
+            name: weight.to_local() if arises is None else read_whole(weight, own.reduce_dtype, arises)
+            for name, weight in weights.items()
         }
         self.__dict__.update(plain)  # attributes of the object hide the parameters
         try:
@@ -116,7 +117,7 @@ class _Held(nn.Module):
                 del self.__dict__[name]
 
 
-class Rows(ParallelStyle):
+class SplitRows(ParallelStyle):
     """An embedding whose rows are split. One that computes more than a look-up, as Gemma's, reads all rows in its forward."""
 
     def __init__(self, reduce_dtype: torch.dtype):
@@ -127,6 +128,5 @@ class Rows(ParallelStyle):
         if type(module) is nn.Embedding:
             style: Any = RowwiseParallel(input_layouts=Replicate())
         else:
-            style = Held(self.reduce_dtype, Replicate(), split=True)
-        done: nn.Module = style._apply(module, mesh)
-        return done
+            style = PlainWeights(self.reduce_dtype, Replicate(), split=True)
+        return parallelize_module(module, mesh, style)
