@@ -210,7 +210,7 @@ def test_synthetic_images_survive_their_autoencoder():
     [
         (
             ["objective=language"],
-            "objective.name=language: makes tokens of samples, for model.family=llama3 or qwen3 or qwen3_moe or deepseek_v3, "
+            "objective.name=language: makes tokens of samples, for model.family=llama3 or qwen3 or qwen3_moe or deepseek_v3 or transformers, "
             "and model.family=flux takes latents; nearest legal: diffusion",
         ),
         (

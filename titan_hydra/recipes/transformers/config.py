@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from titan_hydra.core.data.facts import MODEL
 from titan_hydra.core.job.adapter import adapts
 from titan_hydra.core.job.config.family import decoder_flops
 from titan_hydra.core.job.config.fault import Fault, bad_value, fault_at
@@ -127,6 +128,12 @@ class TransformersConfig(Model):
                 yield Fault("model.path", self.path, reason)
 
 
+# model types whose gradients with tensor parallelism were compared with transformers' own (docs/transformers.md). Another
+# type could have a norm or a linear that the split does not know, and whose gradient would be wrong in silence.
+SPLIT = (
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3"),
+    *("glm4", "olmo2"),
+)
 REDUCED = {  # keys of a config.json that proofs reduce, and their largest values there
     "sliding_window": 8,
     "num_experts": 8,
@@ -142,7 +149,7 @@ def content_of_folder(folder: str) -> dict[str, Any]:
     """Return the parts of a folder's config.json that decide what its weights compute, with the model's type. Raises
     ConfigError.
     """
-    file = Path(folder).expanduser() / "config.json"
+    file = Path(folder).expanduser() / MODEL
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -172,6 +179,10 @@ def faults(job: Any) -> Iterator[Fault]:
         yield fault_at(job, "parallelism.cp", only, 1)
     if job.parallelism.backend != "fsdp2":
         yield fault_at(job, "parallelism.backend", only, "fsdp2")
+    kind = json.loads(job.model.content or "{}").get("model_type")
+    if job.parallelism.tp > 1 and kind not in SPLIT:
+        reason = f"model_type={kind} in config.json of model.path: tensor parallelism is proven for {', '.join(SPLIT)}"
+        yield fault_at(job, "parallelism.tp", reason, 1)
     if job.parallelism.tp > 1 and job.parallelism.sequence_parallel:
         reason = "norms of a model of transformers get whole sequences"
         yield fault_at(job, "parallelism.sequence_parallel", reason, False)
