@@ -210,8 +210,8 @@ def test_synthetic_images_survive_their_autoencoder():
     [
         (
             ["objective=language"],
-            "objective.name=language: makes tokens of samples, for model.family=llama3 or qwen3 or qwen3_moe or deepseek_v3 or transformers, "
-            "and model.family=flux takes latents; nearest legal: diffusion",
+            "objective.name=language: makes tokens of samples, for model.family=llama3 or qwen3 or qwen3_moe or deepseek_v3 "
+            "or transformers, and model.family=flux takes latents; nearest legal: diffusion",
         ),
         (
             ["model=llama3_debug"],

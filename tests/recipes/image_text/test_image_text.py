@@ -296,8 +296,8 @@ def test_what_is_no_sample_is_one_line(tmp_path, members, reason):
         ),
         (
             ["data=synthetic", "objective=language", WHOLE],
-            "objective.name=language: makes tokens of samples, for model.family=llama3 or qwen3 or qwen3_moe or deepseek_v3 or transformers, "
-            "and model.family=llama3_vision takes text with images; nearest legal: image_text",
+            "objective.name=language: makes tokens of samples, for model.family=llama3 or qwen3 or qwen3_moe or deepseek_v3 "
+            "or transformers, and model.family=llama3_vision takes text with images; nearest legal: image_text",
         ),
         (
             ["objective.image_patches=65", "objective.patches=64"],
