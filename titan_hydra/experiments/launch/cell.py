@@ -53,8 +53,9 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The name of the cell in its sweep."""
-        return self.job.sweep.cell or " ".join(self.overrides) or self.directory.name
+        """The name of the cell in its sweep, or what was typed of its job."""
+        typed = (word for word in self.overrides if not word.startswith("launch."))
+        return self.job.sweep.cell or " ".join(typed) or self.directory.name
 
     @property
     def label(self) -> str:

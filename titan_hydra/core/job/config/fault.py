@@ -27,12 +27,17 @@ class Fault:
 
     def __str__(self) -> str:
         line = f"{shown(self.key)}={shown(as_typed(self.value))}: {shown(self.reason, 1000)}"
-        legal = [as_typed(choice) for choice in nearest(self.value, self.legal)]
+        legal = self.choices
         if legal == ["[]"]:
             return f"{line}; leave it out"
         if len(legal) > 1 and not any(isinstance(choice, int | float) for choice in self.legal):
             return f"{line}; one of {', '.join(legal)}"
         return f"{line}; nearest legal: {' or '.join(legal)}" if legal else line
+
+    @property
+    def choices(self) -> list[str]:
+        """The nearest legal numbers or all legal choices, as they are typed on a command line."""
+        return [as_typed(choice) for choice in nearest(self.value, self.legal)]
 
     @property
     def error(self) -> ConfigError:

@@ -23,7 +23,11 @@ from titan_hydra.core.job.ranks import devices_here, processes, runs_here
 
 PROCESS = 0.25 * GIB  # memory of a rank before it has a model: Python and torch
 PROCESSES_PER_CORE = 8  # limit without GPUs: more processes would exceed every time-out
-ELSEWHERE = "start it on a cluster (cluster=slurm), plan it without a GPU (titan plan hardware=h100)"
+
+
+def _elsewhere(job: Job) -> str:
+    plan = f"titan plan model={job.model.name} gpus={max(processes(job), 8)} hardware=h100"
+    return f"start it on a cluster (cluster=slurm), plan it without a GPU ({plan})"
 
 
 def _parameters(model: Model) -> int | None:
@@ -88,7 +92,7 @@ def ranks_fit_the_memory(job: Job) -> Iterator[Fault]:
             yield fault_at(
                 job,
                 "gpus",
-                f"{ranks:,} processes, but this machine has {counted(available, 'core')}; {ELSEWHERE}",
+                f"{ranks:,} processes, but this machine has {counted(available, 'core')}; {_elsewhere(job)}",
                 *legal,
             )
         else:
@@ -126,7 +130,7 @@ def _too_much(job: Job, needs: dict[str, float], ranks: int, room: float, where:
         "gpus": f"{ranks:,} processes take",
     }[key]
     value = {"model.name": job.model.name, "gpus": job.gpus}.get(key) or getattr(job.data, key.partition(".")[2])
-    way = ELSEWHERE if where == "this machine" else "shard it over more GPUs"
+    way = _elsewhere(job) if where == "this machine" else "shard it over more GPUs"
     further = f"; {way}, or choose a smaller model=" if key == "model.name" else ""
     yield Fault(
         key,
