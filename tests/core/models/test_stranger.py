@@ -141,7 +141,7 @@ def launched(folder, *words):
         ),
         (
             ["train.imports=[squared]", "model.family=squared", "model.heda_dim=64"],
-            "model.heda_dim=64: no such key; nearest legal: model.head_dim",
+            "model.heda_dim=64: no such key; one of model.head_dim",
         ),
         (["train.imports=[nowhere]"], "train.imports=[nowhere]: there is no module nowhere"),
         (

@@ -167,7 +167,7 @@ def test_a_kernel_that_cannot_work_in_a_ring_is_refused_before_it_could_fall_bac
     for attention in ("math", "efficient"):
         job = job_with()
         job.model.attention = attention
-        with pytest.raises(ConfigError, match=rf"model\.attention={attention}.*auto or flash"):
+        with pytest.raises(ConfigError, match=rf"model\.attention={attention}.*auto, flash"):
             applied(job, world(job.parallelism))
     with pytest.raises(ConfigError, match=r"compute_dtype=float32.*bfloat16"):
         context.enable_ring(job_with(), "cuda")

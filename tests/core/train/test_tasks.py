@@ -243,7 +243,7 @@ def test_a_file_that_is_missing_empty_or_named_twice_is_refused(files):
     assert "no question in it" in str(fault)
     (files / "choose.jsonl").rename(files / "chose.jsonl")
     (fault,) = check(job)
-    assert "no such file; nearest legal: " in str(fault) and "chose.jsonl" in str(fault)
+    assert "no such file; one of " in str(fault) and "chose.jsonl" in str(fault)
     job.validation.tasks = [f"{files}/follow.jsonl"] * 2
     assert all("two tasks would have the name follow" in str(fault) for fault in check(job))
     with pytest.raises(ConfigError, match="cannot be read"):

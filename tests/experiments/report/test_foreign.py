@@ -188,7 +188,7 @@ def test_a_file_without_a_run_is_refused_in_a_line(sweep, capsys, tmp_path, name
     ("name", "stated", "words"),
     [
         ("t.csv", "gpu: 8\nseq_len: 1.5\n", [("gpu=8", "gpus"), ("seq_len=1.5", "whole number")]),
-        ("t.csv", "rate_of: node\nglobal_batch: 0\n", [("rate_of=node", "device or job"), ("global_batch=0", "1")]),
+        ("t.csv", "rate_of: node\nglobal_batch: 0\n", [("rate_of=node", "device, job"), ("global_batch=0", "1")]),
         ("t.csv", "loss_column: Lost\n", [("loss_column=Lost", "Step, Loss")]),
         ("t.log", "loss_column: Loss\n", [("loss_column",)]),
     ],

@@ -42,7 +42,9 @@ def test_a_table_fits_80_columns(line, hashes, runs, monkeypatch, capsys):
     names = [cell["directory"] for cell in runs.cells]
     known = [name[-8:] for name in names]
     words = [{"A": known[0], "B": known[1]}.get(word, word) for word in line.split()]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.chdir(runs.runs.parent)
     assert cli.main(words) == 0
     out = capsys.readouterr().out.splitlines()

@@ -65,7 +65,7 @@ def test_the_best_is_named_and_stays(validated, capsys):
             "best",
             "--step=best: the lowest held-out loss, 1.5000 of step 35, is not kept; checkpoint.keep_best=true keeps it",
         ),
-        (2.0, "35", "--step=35: name-12345678 has no such checkpoint; nearest legal: 10 or 20 or 30 or 40 or best"),
+        (2.0, "35", "--step=35: name-12345678 has no such checkpoint; one of 10, 20, 30, 40, best"),
     ],
 )
 def test_a_checkpoint_is_asked_for_by_its_step_or_as_the_best(validated, monkeypatch, lowest, step, answer):

@@ -207,7 +207,7 @@ def test_fewer_ranks_go_on_as_the_page_says(launcher):
             ["optimizer.lr=1"],
             "own line and optimizer.lr=1 checkpoint.initial_load_path=RUN checkpoint.exclude_from_loading=[]",
         ),
-        ((), ["steps=20", "checkpoint.intervall=3"], "did you mean checkpoint.interval or"),
+        ((), ["steps=20", "checkpoint.intervall=3"], "did you mean checkpoint.interval=3 or"),
         ((), ["steps=many"], "steps=many: must be a whole number"),
         ((), ["steps=20", "checkpoint.interval=often"], "checkpoint.interval=often: must be a whole number"),
         (("checkpoint=off",), ["steps=20"], "no complete checkpoint"),

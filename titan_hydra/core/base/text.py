@@ -125,8 +125,8 @@ def notes_on_stderr(json: bool) -> Iterator[None]:
 
 
 def screen_width() -> int | None:
-    """Return the number of columns of the terminal, or those that the variable COLUMNS asks for; None for a file."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
+    """Return the number of columns of the terminal; None for a file or a pipe, which gets whole lines."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 R = TypeVar("R")  # what a table has a row for
