@@ -102,8 +102,7 @@ def end_with_caller() -> None:
 def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
     end_with_caller()
     os.dup2(2, 1)  # the output of a rank's libraries, such as gloo, does not belong to the command's output
-    if rank:
-        logging.getLogger("torch").setLevel(logging.ERROR)  # warnings would repeat those of rank 0
+    logging.getLogger("torch").setLevel(logging.ERROR)  # warnings, which runs show too, would stand between the cases
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     run = Run(Path(folder), Path(folder), rank, rank, ranks, dist.FileStore(store, ranks))
