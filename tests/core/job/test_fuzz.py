@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from tests.core.job import corpus
+from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import from_dict, identity, read, to_dict
 from titan_hydra.core.job.config.load import give_types
 from titan_hydra.core.job.config.schema import Job
@@ -34,7 +35,10 @@ def verdict(overrides):
         return [line]
     if job is None:
         return list(map(str, faults))
-    job = freeze(job)
+    try:
+        job = freeze(job)
+    except ConfigError as error:  # a family that is filled from a file names what is wrong with it
+        return [str(error)]
     if not (faults := check(job)):
         frozen = json.loads(json.dumps(to_dict(job)))
         assert from_dict(Job, frozen) == job and identity(job)
