@@ -39,9 +39,8 @@ def follow_weights(optimizers: Optimizers, decay: float) -> None:
 
 @torch.no_grad()
 def _follow(optimizer: Any, args: Any, options: Any, decay: float) -> None:
-    skipped = getattr(
-        optimizer, "found_inf", None
-    )  # set by `optimizer.step` for optimizers that skip a step themselves
+    # `optimizer.step` of core/train sets it for an optimizer that skips a step itself
+    skipped = getattr(optimizer, "found_inf", None)
     for group in optimizer.param_groups:
         group[COUNT] += 1
         share: Any = max(1 - decay, 1 / group[COUNT]) * (1 if skipped is None else 1 - skipped)

@@ -87,8 +87,8 @@ SYNONYMS = {  # names that other programs give to our keys and groups, or to who
 
 
 def meant_by(key: str, value: Any = None, typed: str = "") -> tuple[str, ...]:
-    """Return the overrides that a key that does not exist was probably meant to be, with `typed`, its value as it was
-    typed; only names, if no value was typed or it suits none of them.
+    """Return the overrides that were probably meant by an unknown key. They have the value `typed`; if no value was typed,
+    or it suits none of them, they are only names.
     """
     above, _, last = key.lower().replace("-", "_").rpartition(".")
     groups = default_options()
