@@ -5,13 +5,17 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.kits import forked
+from titan_hydra.core import models
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.rules.checks import check
+from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.train.count import count_rank
-from titan_hydra.experiments.compose.compose import compose_cells, compose_unchecked
+from titan_hydra.core.train.trainer import build
+from titan_hydra.experiments.compose.compose import compose_cells, compose_job, compose_unchecked
 from titan_hydra.experiments.compose.overrides import steps_of_a_fake_rank
 
 SHAPE = (
@@ -105,3 +109,18 @@ def test_a_fake_rank_prints_what_it_holds_and_sends(tmp_path: Path):
     assert set(result["counted"]["sent_gib"]) == {"tp", "fsdp"} and result["memory_gib"] is None
     assert result["steps"] == 1
     assert result["counted"]["held_gib"]["peak"] > result["counted"]["held_gib"]["weights"] > 0
+
+
+def test_ranks_after_a_fake_world_hold_their_own_shards(on_ranks):
+    """DTensor's caches outlive a world, and the mesh of a fake rank equals the mesh of real ranks."""
+    words = (*LLAMA, "gpus=2", "parallelism=tp", "parallelism.tp=2")
+    counted(*words)
+    job, name = compose_job(*words, "comm=default"), "layers.0.attention.wq.weight"
+    whole = models.build(job.model, job.data.seq_len)
+    init_weights(whole, job.model, job.seed)
+
+    def compare(rank: int) -> None:
+        weight = build(job, torch.device("cpu")).model.get_parameter(name)
+        assert torch.equal(weight.full_tensor(), whole.get_parameter(name))
+
+    on_ranks(2, compare)

@@ -115,6 +115,7 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: its `module:member`,
     "set_allocator": "torch:_C._accelerator_setAllocatorSettings",
     # The fake world: tensors without data, and a store that answers for all ranks.
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
+    "clear_sharding_caches": "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
     "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
     # The tracker of the fake world: a mode that sees every operator, and the tensors in nested arguments.
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",

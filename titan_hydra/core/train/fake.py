@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from titan_hydra.core.base.amounts import in_bytes
-from titan_hydra.core.base.private import FakeStore, FakeTensorMode, settle_shapes
+from titan_hydra.core.base.private import FakeStore, FakeTensorMode, clear_sharding_caches, settle_shapes
 from titan_hydra.core.base.text import table
 from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.job.batches import local_batches
@@ -93,13 +93,18 @@ def _shown(job: Job, counted: Counted) -> list[str]:
 
 @contextmanager
 def fake_world(job: Job) -> Iterator[None]:
-    """Make this process rank `comm.rank` of the job's world while the block runs."""
+    """Make this process rank `comm.rank` of the job's world while the block runs.
+
+    Clear DTensor's caches at the end: they hold this world's meshes, and a rank forked later would find its equal mesh
+    there, with this rank's coordinates, and draw the initial weights of a wrong shard.
+    """
     set_determinism(job)
     dist.init_process_group("fake", store=FakeStore(), rank=job.comm.rank, world_size=world_size(job))
     try:
         yield
     finally:
         dist.destroy_process_group()
+        clear_sharding_caches()
 
 
 def fake_step(job: Job, watch: Watch | None = None, device: torch.device = CPU) -> Trainer:
