@@ -39,12 +39,12 @@ def test_a_file_that_is_renamed_meanwhile_is_no_error(tmp_path, monkeypatch):
     """
     gone = [tmp_path / ".beat_0.json.7", tmp_path / "beat_1.json"]
     monkeypatch.setattr(type(tmp_path), "iterdir", lambda folder: iter(gone))
-    assert not rundir.heard_lately(tmp_path)
+    assert not rundir.written_lately(tmp_path)
     (tmp_path / ".beat_0.json.7").touch()
-    assert not rundir.heard_lately(tmp_path), "a file in the making may be left by a rank that died"
+    assert not rundir.written_lately(tmp_path), "a file in the making may be left by a rank that died"
     (tmp_path / "beat_0.json").touch()
     gone.append(tmp_path / "beat_0.json")
-    assert rundir.heard_lately(tmp_path)
+    assert rundir.written_lately(tmp_path)
 
 
 def test_a_job_that_slurm_does_not_know_runs_while_its_ranks_write(tmp_path):

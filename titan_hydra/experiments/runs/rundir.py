@@ -201,12 +201,12 @@ def host_of_running(attempt: Path) -> str | None:
         return socket.gethostname()
     if not owner or not (known or owner.get("here")):  # attempt.json is damaged or lost, or its executor's module is
         others = [rank["host"] for rank in layout.RANK.read_all(attempt).values() if rank and "exit_status" not in rank]
-        return others[0] if others and others[0] != socket.gethostname() and heard_of_ranks(attempt) else None
+        return others[0] if others and others[0] != socket.gethostname() and ranks_seem_to_run(attempt) else None
     elsewhere = "ended" not in owner and owner.get("host") != socket.gethostname()
-    return owner.get("host") if elsewhere and heard_lately(attempt) else None
+    return owner.get("host") if elsewhere and written_lately(attempt) else None
 
 
-def heard_lately(attempt: Path) -> bool:
+def written_lately(attempt: Path) -> bool:
     """Whether anything was written into the folder of an attempt within the last SILENCE seconds."""
     newest = 0.0
     for file in attempt.iterdir():
@@ -227,14 +227,14 @@ def file_time(folder: Path) -> float:
         return time.time()
 
 
-def heard_of_ranks(attempt: Path) -> bool:
+def ranks_seem_to_run(attempt: Path) -> bool:
     """Whether ranks of an attempt seem to run. This is so if a rank has not recorded its end, and if a file of the
     attempt was written within the last SILENCE seconds.
     """
     return (
         not layout.EXIT.of(attempt).exists()
         and any("exit_status" not in rank for rank in layout.RANK.read_all(attempt).values())
-        and heard_lately(attempt)
+        and written_lately(attempt)
     )
 
 

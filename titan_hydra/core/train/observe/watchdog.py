@@ -81,7 +81,7 @@ class Watchdog:
         self.asked = self.beaten = 0.0
         self.neighbour = (run.rank + 1) % run.world_size  # the rank whose heartbeats this rank checks
         self.heard: float | None = None  # time in the neighbour's last heartbeat, by the neighbour's clock
-        self.unheard = 0.0  # seconds since the neighbour's heartbeat last changed
+        self.silent = 0.0  # seconds since the neighbour's heartbeat last changed
         self.seen: tuple | None = None
         self.moved, self.dumped = time.monotonic(), False
         self.thread = thread(self.watch, "watchdog")
@@ -225,15 +225,15 @@ class Watchdog:
         """
         phase = self.where.phase
         if phase not in HELD or self.run.world_size == 1:
-            self.heard, self.unheard = None, 0.0
+            self.heard, self.silent = None, 0.0
             return
         beat = layout.BEAT.read(self.run.attempt, self.neighbour)  # empty if that rank froze before its first heartbeat
         if beat.get("phase") == "end" or beat.get("time") != self.heard:
-            self.heard, self.unheard = beat.get("time"), 0.0
+            self.heard, self.silent = beat.get("time"), 0.0
             return
-        self.unheard += self.interval
-        if self.unheard > self.limit:
-            silent = f"rank {self.neighbour} has written no heartbeat for {self.unheard:.0f} s"
+        self.silent += self.interval
+        if self.silent > self.limit:
+            silent = f"rank {self.neighbour} has written no heartbeat for {self.silent:.0f} s"
             self.end(Exit.HANG, f"step {self.where.step}, {phase}: {silent}; it or its host is frozen")
 
     def check_progress(self) -> None:

@@ -93,7 +93,7 @@ class LocalRanks:
     def ask(self, number: int, frame: object) -> None:
         """Handle a request to stop: the ranks are asked, again if they were asked before."""
         self.asked = True
-        self.ranks.told.clear()
+        self.ranks.asked_ranks.clear()
 
     def run(self) -> None:
         """Run the ranks to their end."""

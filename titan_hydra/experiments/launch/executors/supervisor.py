@@ -65,7 +65,7 @@ class Supervisor:
         self.groups = [Group(ranks[first : first + size]) for first in range(0, len(ranks), size)]
         self.tasks: dict[int, subprocess.Popen[bytes]] = {}
         self.records: dict[int, dict[str, Any]] = {}
-        self.told: set[int] = set()  # the ranks that were asked to stop
+        self.asked_ranks: set[int] = set()  # the ranks that were asked to stop
 
     def watch(self) -> Iterator[bool]:
         """Start all ranks. Then yield after each look at them whether a record has changed, until all have ended."""
@@ -126,8 +126,8 @@ class Supervisor:
     def ask(self) -> None:
         """Ask each rank that runs to save and stop, unless it was asked before."""
         for number, task in self.tasks.items():
-            if number not in self.told and task.poll() is None:
-                self.told.add(number)
+            if number not in self.asked_ranks and task.poll() is None:
+                self.asked_ranks.add(number)
                 task.send_signal(signal.SIGTERM)
 
     def restart(self, group: Group) -> None:

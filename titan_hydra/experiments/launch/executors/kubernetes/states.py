@@ -40,7 +40,7 @@ def state_of_run(directory: Path, attempt: int, owner: Owner, queue: KubernetesQ
             "running" if listed and not is_over(folder) else "queued", attempt, host=job.nodes or None, job=job
         )
     if job is None and "ended" not in owner:
-        heard = owner["job_id"] and rundir.heard_of_ranks(folder) and not is_over(folder)
+        heard = owner["job_id"] and rundir.ranks_seem_to_run(folder) and not is_over(folder)
         if cluster := queue.elsewhere.get(owner["token"]):
             return State("running" if heard else "unknown", attempt, host=f"cluster {cluster}")
         if why := queue.silent.get(owner["token"]):

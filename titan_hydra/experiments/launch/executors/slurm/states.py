@@ -67,7 +67,7 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
         return State("done", attempt)
     cluster = squeue.elsewhere(owner)
     if cluster and "ended" not in owner:
-        return State("running" if rundir.heard_of_ranks(folder) else "unknown", attempt, host=f"cluster {cluster}")
+        return State("running" if rundir.ranks_seem_to_run(folder) else "unknown", attempt, host=f"cluster {cluster}")
     job = None if cluster else squeue.find_job(queue, owner)
     if job and owner["job_id"] is None and not being_submitted(owner):  # the submitter died before recording the id
         with contextlib.suppress(OSError):
@@ -80,11 +80,11 @@ def job_state(directory: Path, attempt: int, owner: dict[str, Any], queue: Queue
         started = not owner.get("packed") or layout.RANK.all(folder)
         return State("running" if started else "queued", attempt, host=job.nodes, job=job)
     if job is None and not over:
-        if "ended" not in owner and owner["job_id"] and rundir.heard_of_ranks(folder):
+        if "ended" not in owner and owner["job_id"] and rundir.ranks_seem_to_run(folder):
             # squeue does not list the job: it may be on another cluster with the same name
             return State("running", attempt)
         if not queue.answers and "ended" not in owner:
-            alive_lately = owner["job_id"] and rundir.heard_lately(folder) and layout.RANK.all(folder)
+            alive_lately = owner["job_id"] and rundir.written_lately(folder) and layout.RANK.all(folder)
             return State("running" if alive_lately else "unknown", attempt)
         if owner["job_id"] is None and being_submitted(owner):
             return State("queued", attempt)
