@@ -59,12 +59,9 @@ def stuck(tmp_path):
     """
 
     def start(*arguments):
-        process = subprocess.Popen(
-            [sys.executable, "-c", STUCK, str(tmp_path), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=(tmp_path / "rank_0.log").open("w"),
-            text=True,
-        )
+        command = [sys.executable, "-c", STUCK, str(tmp_path), *arguments]
+        with (tmp_path / "rank_0.log").open("w") as log:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert process.stdout.readline() == "ready\n"
         return process
 
