@@ -62,7 +62,8 @@ def stuck(tmp_path):
         command = [sys.executable, "-c", STUCK, str(tmp_path), *arguments]
         with (tmp_path / "rank_0.log").open("w") as log:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        assert process.stdout.readline() == "ready\n"
+        with process.stdout:
+            assert process.stdout.readline() == "ready\n"
         return process
 
     return start
