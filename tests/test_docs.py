@@ -137,6 +137,17 @@ def test_keys_and_options_exist(page):
     assert unknown_names(page) == set()
 
 
+@pytest.mark.parametrize("group", ["pp_schedule", "ac", "precision"])
+def test_a_table_of_options_has_each_option(group):
+    """A table whose first column is headed by `GROUP=` has a row for each file of conf/GROUP."""
+    (rows,) = re.findall(
+        rf"^\| `{group}=` .*\n\|---.*\n((?:\|.*\n)+)", (ROOT / "docs/parallelism.md").read_text(), re.M
+    )
+    assert sorted(re.findall(r"^\| `(\w+)`", rows, re.M)) == sorted(
+        file.stem for file in (ROOT / f"conf/{group}").glob("*.yaml")
+    )
+
+
 def test_an_unknown_name_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
