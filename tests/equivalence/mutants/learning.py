@@ -60,7 +60,7 @@ MUTANTS = [
            (f"{CLIPPED}_where_they_are_not_finite",)),
     Mutant("the average of the weights does not begin anew", "any", EMA, "max(1 - decay, 1 / group[COUNT])", "(1 - decay)",
            "The average begins at zero, and is too small in the first steps.", (AVERAGED,)),
-    Mutant("the held-out loss is that of the weights", "any", EMA, "                _set(parameter, average)\n", "",
+    Mutant("the held-out loss is that of the weights", "any", EMA, "                set_master(parameter, average)\n", "",
            "Validation ignores the average.", (AVERAGED,), (AVERAGES,)),
     Mutant("gathered weights outlive a validation", "any", EMA, "            module.reshard()", "            pass",
            "With reshard_after_forward=never, a step after a validation uses the averages.", (), (AVERAGES,)),

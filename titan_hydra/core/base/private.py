@@ -84,6 +84,11 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: its `module:member`,
     "all_to_all_single_autograd": "torch.distributed._functional_collectives:all_to_all_single_autograd",
     "all_to_all_single": "torch.distributed._functional_collectives:all_to_all_single",
     "wait_tensor": "torch.distributed._functional_collectives:wait_tensor",
+    # QK-clip: an all-gather that a compiler can trace, under its names since torch 2.13 and before.
+    "all_gather_single": (
+        "torch.distributed._functional_collectives:all_gather_single",
+        "torch.distributed._functional_collectives:all_gather_tensor",
+    ),
     # The matrix of layouts: the module whose function sums DTensors over ranks, to record the dtype of each sum.
     "functional_collectives": "torch.distributed._functional_collectives",
     # SimpleFSDP: a tensor-parallel weight sharded once more on the same dimension has no public placement.

@@ -28,7 +28,7 @@ from titan_hydra.core.job.config.parts import OperatorCheckpoint
 from titan_hydra.core.job.config.registry import resolve
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.recomputation import EXCHANGE, kept, mode_of
-from titan_hydra.core.kernels import documents, grouped  # noqa: F401 - they register operators that SAVED names
+from titan_hydra.core.kernels import documents, grouped, logits  # noqa: F401 - they register operators that SAVED names
 
 from .compile import compiled_parts
 from .experts import sparse_layers
@@ -43,6 +43,7 @@ SAVED = (  # results that are expensive to recompute, or need communication
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "titan_hydra.attend_documents",
+    "titan_hydra.largest_logits",
     "_c10d_functional.reduce_scatter_tensor",
     "_c10d_functional.all_reduce",
     "aten.max",  # Float8's amax: one number, but computed in a pass over a whole tensor

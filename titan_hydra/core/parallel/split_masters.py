@@ -57,6 +57,17 @@ def master_of(parameter: nn.Parameter) -> Tensor:
     return like(parameter, join(local_part(parameter), lower_half(parameter)))
 
 
+@torch.no_grad()
+def set_master(parameter: nn.Parameter, value: Tensor) -> None:
+    """Copy float32 values into this rank's shard of a parameter, or into both of its halves."""
+    if not is_split(parameter):
+        local_part(parameter).copy_(value)
+        return
+    upper, lower = halves_of(value)
+    local_part(parameter).copy_(upper)
+    lower_half(parameter).copy_(lower)
+
+
 def lower_half(parameter: Any) -> Tensor:
     """Return the lower half of this rank's shard: the bits of its float32 master that the bfloat16 number lacks."""
     return parameter.lower_half

@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from titan_hydra.core.kernels.split_masters import halves_of
 from titan_hydra.core.parallel.mesh import local_part
-from titan_hydra.core.parallel.split_masters import is_split, lower_half, master_of
+from titan_hydra.core.parallel.split_masters import master_of, set_master
 
 STATE = "ema"  # name of the average in a parameter's state
 COUNT = "ema_steps"  # option of a parameter group: number of steps in the averages
@@ -72,19 +71,9 @@ def _swap(model: nn.Module, optimizers: Optimizers) -> None:
         for parameter, state in states.items():
             if STATE in state:
                 average, weight = local_part(state[STATE]), local_part(master_of(parameter)).clone()
-                _set(parameter, average)
+                set_master(parameter, average)
                 average.copy_(weight)
     # FSDP may have kept whole parameters after the last forward
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _set(parameter: nn.Parameter, value: Tensor) -> None:
-    """Copy float32 values into this rank's shard of a parameter."""
-    if not is_split(parameter):
-        local_part(parameter).copy_(value)
-        return
-    upper, lower = halves_of(value)
-    local_part(parameter).copy_(upper)
-    lower_half(parameter).copy_(lower)

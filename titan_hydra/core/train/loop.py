@@ -194,7 +194,7 @@ class Loop:
                 with clock.leave_out():
                     report_bad_shards(self.loader, self.metrics, step)
             told = None if agreement.empty else loss
-            self.metrics.step(step, told, norm, lr, times, trainer.balance)
+            self.metrics.step(step, told, norm, lr, times, [trainer.balance, trainer.clip])
             step, missed = groups.after_step(step, told)
             self.save(step, votes, self.validate(step), stop=groups.stops(asked), missed=missed)
             self.settle()

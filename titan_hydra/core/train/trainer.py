@@ -19,7 +19,7 @@ from titan_hydra.core.job.parametrization import rules_of
 from titan_hydra.core.kernels.attention import check_attention
 from titan_hydra.core.models.init import init_weights, scale_forward
 from titan_hydra.core.parallel import context as context_parallel
-from titan_hydra.core.parallel import experts, formats, loss_head
+from titan_hydra.core.parallel import experts, formats, loss_head, qk_clip
 from titan_hydra.core.parallel import tensor as tensor_parallel
 from titan_hydra.core.parallel.gradients import gradient_norm
 from titan_hydra.core.parallel.masters import Masters, separate
@@ -57,6 +57,7 @@ class Trainer:
     progress: Callable[[], None] = lambda: None
     groups: Groups = field(default_factory=Groups)  # the run's replica groups
     balance: experts.Balance | None = None  # balance of the experts in the last step
+    clip: qk_clip.Clip | None = None  # the heads whose logits are limited (optimizer.qk_clip)
     empty: torch.Tensor | None = None  # whether no element of the last step's global batch counts
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
@@ -114,13 +115,17 @@ class Trainer:
         """
         limit = self.job.optimizer.max_norm
         divisor = ((agreement.norm + 1e-6) / limit).clamp(min=1.0) if limit else torch.ones_like(agreement.norm)
+        if self.clip is not None:
+            self.clip.measure(agreement.finite)
         optimizer_step(self.optimizers, divisor, agreement.finite)
         self.balance = experts.after_step(self.model, self.mesh, self.job.model, agreement.finite)
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Delete this step's gradients, and reset the experts' counts."""
+        """Delete this step's gradients, and reset the experts' counts and the largest logits."""
         experts.forget(self.model)
+        if self.clip is not None:
+            self.clip.forget()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
@@ -170,9 +175,15 @@ class Parts:
         step = build_step(self.stages, self.mesh, job, device, objective)
         rules = rules_of(job.model, job.parametrization)
         optimizers = build_optimizers(masters.weights, job.optimizer, self.mesh, rules)
+        clip = None
+        if job.optimizer.qk_clip is not None:
+            clip = qk_clip.Clip(model, masters.weights, self.mesh, job)
+            clip.follow(optimizers)  # before the averages, which are those of the scaled weights
         if job.optimizer.ema_decay:
             ema.follow_weights(optimizers, job.optimizer.ema_decay)
-        return Trainer(job, self.mesh, device, objective, model, masters, step, optimizers, self.parameters, self.notes)
+        return Trainer(
+            job, self.mesh, device, objective, model, masters, step, optimizers, self.parameters, self.notes, clip=clip
+        )
 
 
 def assemble(job: Job, device: torch.device, mesh: Mesh | None = None) -> Parts:

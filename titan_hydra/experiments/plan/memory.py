@@ -26,6 +26,7 @@ SAVED = "saved activations"  # name of the term that activation checkpointing ch
 # schedule and rank (pp 4 and 8)
 EARLY = 2
 CHUNK = 2**24  # number of elements that an update of split masters joins at a time (core/kernels/split_masters.py)
+LOGITS = 2**24  # number of logits that QK-clip computes at a time (core/kernels/logits.py)
 BAND = 0.10  # relative half-width of the error band: none of the paper's 18 rows has a larger error
 
 
@@ -166,7 +167,7 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
     of_block = shape.used * (shape.tokens * sum(shape.outputs(shape.sequence)) + shape.whole)
     postponed = Term("postponed gradients", flying.postponed * of_block)
     for block in _block(shape):
-        block.append(postponed)
+        block += [postponed, _largest_logits(shape)]
         first = [
             Term(SAVED, (flying.most - 1) * kept + earlier),
             *others,
@@ -180,6 +181,16 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
         yield from _of_earlier_stacks(shape, before, parameters, others)
     joined = Term("update", 12 * min(CHUNK, parameters / shape.shards))
     yield parameters, [joined] if shape.job.optimizer.masters == "split" else []
+
+
+def _largest_logits(shape: Shape) -> Term:
+    """Return the memory in which QK-clip computes logits: a chunk of them, and the keys of the whole sequence."""
+    job = shape.job
+    if job.optimizer.qk_clip is None:
+        return Term("largest logits", 0)
+    logits = shape.tokens * job.data.seq_len * job.model.n_heads / job.parallelism.tp
+    keys = shape.used * shape.tokens * shape.keys * job.parallelism.cp if job.parallelism.cp > 1 else 0
+    return Term("largest logits", 4 * min(LOGITS, logits) + 2 * keys)
 
 
 def _of_earlier_stacks(shape: Shape, before: float, parameters: float, others: list[Term]) -> Iterator[Moment]:

@@ -96,7 +96,7 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
         "EP communication": exchange,
         "gradient sums": Pair(0.0, _gradient_sums(shape, factors)),
         "host": _host(shape, factors, kernels.forward),
-    }
+    } | ({} if shape.job.optimizer.qk_clip is None else {"QK-clip": _largest_logits(shape, factors)})
 
 
 def _sum(passes: Passes) -> Pair:
@@ -118,6 +118,18 @@ def _attention(shape: Shape, factors: Factors) -> Pair:
     pairs = shape.tokens * 2 * (keys if shape.causal else job.data.seq_len)
     once = pairs * (shape.queries + shape.values) / _attention_rate(shape, factors)
     return Pair(once, (2.5 + recomputed(shape).attention) * once)
+
+
+def _largest_logits(shape: Shape, factors: Factors) -> Pair:
+    """Return the seconds in which QK-clip finds each head's largest logit: the matmul of queries and keys, whose float32
+    results are written and read.
+    """
+    job = shape.job
+    logits = shape.tokens * (family_of(job.model).attended or causal_keys)(job.model, job.data.seq_len)
+    rate = job.hardware.bf16_tflops * 1e12 * (1 if job.precision.compute_dtype == "bfloat16" else 0.5)
+    heads = job.model.n_heads / job.parallelism.tp
+    once = logits * (2 * shape.queries / rate + 8 * heads / bandwidth(shape, factors))
+    return Pair(once, recomputed(shape).attention * once)
 
 
 def _element_wise(shape: Shape, factors: Factors) -> Pair:

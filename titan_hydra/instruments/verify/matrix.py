@@ -39,6 +39,7 @@ from .case import (
     in_bf16,
 )
 from .continued import CONTINUED
+from .heads import HEADS
 from .many import MANY
 from .scaled import SCALED
 
@@ -385,6 +386,7 @@ def whole_matrix() -> list[Case]:
     cases = [
         *MATRIX,
         *CONTINUED,
+        *HEADS,
         *SCALED,
         *MANY,
         *(one for record in OBJECTIVES.values() for one in resolve(record.cases) or ()),

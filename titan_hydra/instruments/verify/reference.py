@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,19 +16,25 @@ from torch import Tensor
 
 from titan_hydra.core.data.batch import Batch
 from titan_hydra.core.job.config.model import Model
-from titan_hydra.core.job.config.parts import AdamW, MuonAndAdamW
 from titan_hydra.core.job.config.registry import OBJECTIVES, resolve
 from titan_hydra.core.job.config.schema import Job
 
 from .inputs import Order, odd_starts
 from .multipliers import Multipliers, scaled_optimizer
+from .updates import Weights, clip_heads, rate_factor, update
 
-Weights = dict[str, Tensor]
-# by layer: (whether a token chose an expert, the expert's share of the token's scores), each for all tokens and experts;
-# number of tokens that stand between two experts (`_in_doubt`)
-Routed = dict[str, tuple[Tensor, Tensor, int]]
 DOUBT = 1e-5  # relative change of a score by which a token may not change its experts, or its choice is in doubt
 Sparse = Any  # the `model` section of a family with experts; its keys depend on the family
+
+
+@dataclass
+class Routed:
+    """What a forward notes beside its logits, by layer."""
+
+    # (whether a token chose an expert, the expert's share of the token's scores), each for all tokens and experts; number
+    # of tokens that stand between two experts (`_in_doubt`)
+    experts: dict[str, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
+    logits: dict[str, list[float]] = field(default_factory=dict)  # the largest logit of each head of attention
 
 
 @dataclass
@@ -74,17 +80,21 @@ def train_in_float64(
         now = then if then is not None and step > job.steps // 2 else job
         batch = batches(step)
         record.data += order.faults(batch)
-        loss, imbalance, loads, doubtful = mean_loss(merged(frozen | weights, job) | record.biases, batch, job)
-        record.doubtful += doubtful
+        loss, imbalance, routed = mean_loss(merged(frozen | weights, job) | record.biases, batch, job)
+        loads = {name: chosen.sum((0, 1)).double() for name, (chosen, *_) in routed.experts.items()}
+        record.doubtful += sum(doubtful for *_, doubtful in routed.experts.values())
         gradients = dict(zip(weights, torch.autograd.grad(loss + imbalance, list(weights.values())), strict=True))
         record.gradients = record.gradients or gradients
         norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
         clip = min(1.0, now.optimizer.max_norm / max(norm, 1e-30)) if now.optimizer.max_norm else 1.0
-        factor = _rate(step, job.steps, now.lr_scheduler)
+        factor = rate_factor(step, job.steps, now.lr_scheduler)
         with torch.no_grad():
             for name, weight in weights.items():
                 own = scaled_optimizer(name, tuple(weight.shape), now)
                 update(name, weight, gradients[name] * clip, state[name], step, factor, own)
+            if now.optimizer.qk_clip is not None:
+                clip_heads(weights, routed.logits, now)
+            for name, weight in weights.items():
                 averages[name] = weight.lerp(averages.get(name, weight), min(now.optimizer.ema_decay, 1 - 1 / step))
         for name, bias in record.biases.items():
             load = loads[name.removesuffix(".router.bias")]
@@ -121,21 +131,20 @@ def merged(weights: Weights, job: Job) -> Weights:
 # --- model: arXiv 2407.21783, section 3.2, and 2505.09388; RMSNorm 1910.07467; SwiGLU 2002.05202; grouped queries 2305.
 
 
-def mean_loss(weights: Weights, batch: Batch, job: Job) -> tuple[Tensor, Tensor, Weights, int]:
-    """Return (mean loss of the elements that count, mean balance loss of a sequence over all layers, number of tokens
-    of each expert by layer, number of tokens in doubt). The loss is the cross-entropy of labels, or the loss that the
-    objective's record defines for this reference.
+def mean_loss(weights: Weights, batch: Batch, job: Job) -> tuple[Tensor, Tensor, Routed]:
+    """Return (mean loss of the elements that count, mean balance loss of a sequence over all layers, what the forward
+    noted). The loss is the cross-entropy of labels, or the loss that the objective's record defines for this reference.
     """
-    routed: Routed = {}
+    routed = Routed()
     summed, number = summed_loss(weights, batch, job, routed)
-    imbalance = sum((_unbalanced(*layer[:2], job.model).mean() for layer in routed.values()), torch.zeros(()))
-    loads = {name: chosen.sum((0, 1)).double() for name, (chosen, *_) in routed.items()}
-    return summed / max(number, 1), imbalance, loads, sum(doubtful for *_, doubtful in routed.values())
+    layers = routed.experts.values()
+    imbalance = sum((_unbalanced(*layer[:2], job.model).mean() for layer in layers), torch.zeros(()))
+    return summed / max(number, 1), imbalance, routed
 
 
 def mean_loss_of(weights: Weights, batches: Sequence[Batch], job: Job) -> float:
     """Return the mean loss of several batches."""
-    sums = [summed_loss(weights, batch, job, {}) for batch in batches]
+    sums = [summed_loss(weights, batch, job, Routed()) for batch in batches]
     return sum(summed.item() for summed, _ in sums) / sum(number for _, number in sums)
 
 
@@ -177,7 +186,7 @@ def forward(
 ) -> Tensor:
     """Return logits [batch, seq, vocab] of embeddings x. `documents` [batch, seq] has the number of each token's
     document; a token attends only to its own document, and positions begin at 0 in each. Stores in `routed`, by layer,
-    which experts the router chose and their shares.
+    which experts the router chose and their shares, and the largest logits of attention.
     """
     size, length, _ = x.shape
     places = torch.arange(length)
@@ -193,11 +202,12 @@ def forward(
         }
         attend = latent_attention if "attention.wkv_a.weight" in block else attention
         h = rms_norm(x, block["attention_norm.weight"], model.norm_eps)
-        x = x + attend(block, h, positions, sees, model, scales.sharpness) / scales.depth
+        y, routed.logits[f"layers.{layer}"] = attend(block, h, positions, sees, model, scales.sharpness)
+        x = x + y / scales.depth
         h = rms_norm(x, block["ffn_norm.weight"], model.norm_eps)
         if "feed_forward.router.weight" in block:
             y, chosen, shares, doubtful = _experts(block, h, model)
-            routed[f"layers.{layer}.feed_forward"] = chosen, shares, doubtful
+            routed.experts[f"layers.{layer}.feed_forward"] = chosen, shares, doubtful
         else:
             y = swiglu(h, *(block[f"feed_forward.{name}.weight"] for name in ("w1", "w2", "w3")))
         x = x + y / scales.depth
@@ -230,12 +240,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Model, sharpness: float) -> Tensor:
+def attention(
+    block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Model, sharpness: float
+) -> tuple[Tensor, list[float]]:
     """Compute softmax attention head by head; a group of query heads shares one key/value head. `sharpness` multiplies
-    the products of queries and keys.
+    the products of queries and keys. Returns also the largest logit of each head.
     """
     width = model.head_width
-    outputs = []
+    outputs, largest = [], []
     for head in range(model.n_heads):
         shared = head // (model.n_heads // model.n_kv_heads)
         q, k, v = (
@@ -248,8 +260,10 @@ def attention(block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model:
                 for name, one in (("q", q), ("k", k))
             )
         scores = _rotate(q, positions, model) @ _rotate(k, positions, model).transpose(1, 2) * sharpness
-        outputs.append(scores.masked_fill(~sees, -math.inf).softmax(-1) @ v)
-    return torch.cat(outputs, -1) @ block["attention.wo.weight"].T
+        scores = scores.masked_fill(~sees, -math.inf)
+        largest.append(scores.max().item())
+        outputs.append(scores.softmax(-1) @ v)
+    return torch.cat(outputs, -1) @ block["attention.wo.weight"].T, largest
 
 
 # --- experts and latent attention: arXiv 2412.19437, section 2.1; 2505.09388, section 2 -------------------------------
@@ -309,9 +323,9 @@ def _unbalanced(chosen: Tensor, shares: Tensor, model: Sparse) -> Tensor:
 
 def latent_attention(
     block: Weights, x: Tensor, positions: Tensor, sees: Tensor, model: Sparse, sharpness: float
-) -> Tensor:
+) -> tuple[Tensor, list[float]]:
     """Compute multi-head latent attention head by head; all heads share the rotated part of the key. DeepSeek-V3's
-    epsilon for latents is always 1e-6.
+    epsilon for latents is always 1e-6. Returns also the largest logit of each head.
     """
     plain, value, width = model.qk_nope_head_dim, model.v_head_dim, model.qk_nope_head_dim + model.qk_rope_head_dim
     down = x @ block["attention.wkv_a.weight"].T
@@ -321,14 +335,16 @@ def latent_attention(
     if model.q_lora_rank:
         source, matrix = rms_norm(x @ block["attention.wq_a.weight"].T, block["attention.q_norm.weight"], 1e-6), "wq_b"
     sharpness *= (1 + 0.1 * model.yarn.temperature * math.log(model.yarn.factor)) ** 2
-    outputs = []
+    outputs, largest = [], []
     for head in range(model.n_heads):
         q = source @ block[f"attention.{matrix}.weight"][head * width : (head + 1) * width].T
         kv = latent @ block["attention.wkv_b.weight"][head * (plain + value) : (head + 1) * (plain + value)].T
         scores = q[..., :plain] @ kv[..., :plain].transpose(1, 2)
         scores = scores + rotate_pairs(q[..., plain:], positions, model) @ shared.transpose(1, 2)
-        outputs.append((scores * sharpness).masked_fill(~sees, -math.inf).softmax(-1) @ kv[..., plain:])
-    return torch.cat(outputs, -1) @ block["attention.wo.weight"].T
+        scores = (scores * sharpness).masked_fill(~sees, -math.inf)
+        largest.append(scores.max().item())
+        outputs.append(scores.softmax(-1) @ kv[..., plain:])
+    return torch.cat(outputs, -1) @ block["attention.wo.weight"].T, largest
 
 
 def rotate_pairs(x: Tensor, positions: Tensor, model: Sparse) -> Tensor:
@@ -391,59 +407,3 @@ def frequency(i: int, half: int, model: Model) -> float:
         scaling.high_freq_factor - scaling.low_freq_factor
     )
     return (1 - smooth) * value / scaling.factor + smooth * value
-
-
-# --- optimizers -------------------------------------------------------------------------------------------------------
-
-
-def _rate(step: int, steps: int, config: Any) -> float:
-    """Return the learning rate of a step (counted from 1) relative to the peak rate, as in TorchTitan 0.2.2."""
-    if step <= config.warmup_steps:
-        return step / config.warmup_steps
-    if config.name == "constant":
-        return 1.0
-    rest = steps - config.warmup_steps
-    decay = rest if config.name == "cosine" else min(rest, round(steps * config.decay_ratio))
-    if (begun := step - (steps + 1 - decay)) <= 0:
-        return 1.0
-    done, shape = begun / decay, "cosine" if config.name == "cosine" else config.decay_type
-    left = {"linear": 1 - done, "sqrt": 1 - math.sqrt(done), "cosine": (1 + math.cos(math.pi * done)) / 2}[shape]
-    return config.min_factor + (1 - config.min_factor) * left
-
-
-def update(name: str, weight: Tensor, gradient: Tensor, state: dict, step: int, factor: float, config: Any) -> None:
-    """Apply one step of the parameter's optimizer, in place."""
-    decays = weight.dim() > 1 or not config.decay_matrices_only
-    if config.name == "sgd":
-        gradient = gradient + config.weight_decay * decays * weight
-        state["momentum"] = state["momentum"] * config.sgd_momentum + gradient if state else gradient
-        weight -= config.lr * factor * state["momentum"]
-    elif config.name == "muon" and name.startswith("layers.") and weight.dim() > 1:
-        for matrix in range(len(weight)) if weight.dim() > 2 else (...,):  # each expert's matrix, or the only matrix
-            _muon(weight[matrix], gradient[matrix], state.setdefault(matrix, {}), factor * config.muon_lr, config)
-    else:
-        _adamw(weight, gradient, state, step, factor * config.lr, config.weight_decay * decays, config)
-
-
-def _adamw(weight: Tensor, gradient: Tensor, state: Weights, step: int, lr: float, decay: float, config: AdamW) -> None:
-    """Apply one step of AdamW (arXiv 1711.05101), in place."""
-    state["mean"] = config.beta1 * state.get("mean", 0) + (1 - config.beta1) * gradient
-    state["square"] = config.beta2 * state.get("square", 0) + (1 - config.beta2) * gradient * gradient
-    mean, square = state["mean"] / (1 - config.beta1**step), state["square"] / (1 - config.beta2**step)
-    weight -= lr * decay * weight + lr * mean / (square.sqrt() + config.eps)
-
-
-def _muon(weight: Tensor, gradient: Tensor, state: Weights, lr: float, config: MuonAndAdamW) -> None:
-    """Apply one step of Muon (kellerjordan.github.io/posts/muon), in place, with five Newton-Schulz iterations in
-    bfloat16 as published.
-    """
-    state["momentum"] = config.muon_momentum * state.get("momentum", 0) + (1 - config.muon_momentum) * gradient
-    x = ((1 - config.muon_momentum) * gradient + config.muon_momentum * state["momentum"]).bfloat16()
-    tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    scale = math.sqrt(max(1.0, weight.shape[0] / weight.shape[1]))
-    weight -= lr * config.weight_decay * weight + lr * scale * (x.T if tall else x).double()

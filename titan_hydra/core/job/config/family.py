@@ -5,7 +5,7 @@ The package's own families are folders of titan_hydra/core/models. They register
 the families of a user's module (`train.imports`).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,16 @@ def decoder_role(name: str) -> str:
 def causal_keys(config: Model, seq_len: int) -> float:
     """Return how many keys causal attention computes for a query, as a mean over a sequence: half of them."""
     return seq_len / 2
+
+
+def decoder_clipped(config: Model) -> dict[str, Sequence[tuple[int, float]]]:
+    """Return what QK-clip scales: queries and keys by the square root of a head's factor. A key that several heads share
+    is left as it is, as the paper does with the rotated key that all heads share, and their queries take the whole
+    factor.
+    """
+    if config.n_kv_heads < config.n_heads:
+        return {"wq": ((config.head_width, 1.0),)}
+    return dict.fromkeys(("wq", "wk"), ((config.head_width, 0.5),))
 
 
 @dataclass(frozen=True)
@@ -168,6 +178,9 @@ class Family:
     attended: Callable[[Any, int], float] | None = None
     # (config) -> a block's linears, for plan and adapters
     linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears
+    # (config) -> for each linear beside `sdpa` from which queries or keys are computed: the parts of the rows of one head,
+    # as (number of rows, exponent of the head's factor under QK-clip); None: optimizer.qk_clip is refused
+    clipped: Callable[[Any], Mapping[str, Sequence[tuple[int, float]]]] | None = None
     # (Job) -> the stacks of blocks outside the decoder, in running order, for plan; None: the model is only a decoder
     stacks: Callable[[Any], tuple[Stack, ...]] | None = None
     # (name of a parameter) -> one of ROLES; the model then computes with the scales of its parametrization (core/models/init.py).

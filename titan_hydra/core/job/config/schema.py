@@ -34,7 +34,7 @@ from .operation import (
     Sweep,
     Validation,
 )
-from .ranges import BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, WORD, Interval
+from .ranges import BELOW_ONE, COUNT, DEGREE, NAME, NATURAL, NOT_NEGATIVE, NOTE, PATH, POSITIVE, WORD, Interval
 from .registry import (
     ACTIVATION_CHECKPOINTS,
     ADAPTERS,
@@ -179,6 +179,14 @@ class Optimizer:
     )
     decay_matrices_only: bool = key(False, "no weight decay for norms and biases (TorchTitan decays everything)")
     max_norm: float = key(1.0, "gradients are clipped to this norm; 0 turns clipping off", NOT_NEGATIVE)
+    qk_clip: float | None = key(
+        None,
+        "largest logit that attention should have (QK-clip of MuonClip, arXiv 2507.20534; there 100): after a step in "
+        "which a head exceeds it, the weights of the head's queries and keys are scaled; null: off",
+        POSITIVE,
+        identity="if set",
+        changes="learning and work",
+    )
     masters: str = key(
         "whole",
         "the optimizer's float32 weights: whole, or split into the bfloat16 weights with which the model computes "

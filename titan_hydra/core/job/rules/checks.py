@@ -10,16 +10,13 @@ from dataclasses import replace
 from math import lcm
 
 from titan_hydra.core.base import redact
-from titan_hydra.core.job.adapter import adapts
 from titan_hydra.core.job.batches import samples_at_once
 from titan_hydra.core.job.config import user_code
 from titan_hydra.core.job.config.attention import call_of, kernel_fault
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import Fault, counted, divisors, fault_at, multiples_around, required
 from titan_hydra.core.job.config.load import to_dict, values_are_what_the_schema_takes
-from titan_hydra.core.job.config.registry import OPTIMIZERS
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.dtypes import gathers_in_format
 from titan_hydra.core.job.pipeline import splits_backward
 from titan_hydra.core.job.ranks import DEGREES, data_parallel, has_ring, rotation, world_size
 from titan_hydra.core.job.recomputation import mode_of
@@ -33,6 +30,7 @@ from . import (
     experts,
     memory,
     objective,
+    optimizer,
     parametrization,
     pipeline,
     precision,
@@ -324,7 +322,7 @@ def zero_bubble_schedules_keep_parameters_gathered(job: Job) -> Iterator[Fault]:
 
 
 RECIPE.extend(objective.RULES + precision.RULES + adapter.RULES + replicas.RULES + experts.RECIPE + compile.RECIPE)
-RECIPE.extend([*parametrization.RULES, pipeline.old_torch_splits_only_plain_backwards])
+RECIPE.extend([*parametrization.RULES, *optimizer.RULES, pipeline.old_torch_splits_only_plain_backwards])
 
 
 @rule(RECIPE)
@@ -353,53 +351,6 @@ def probes_see_modules(job: Job) -> Iterator[Fault]:
         reason = f"debug.{key}=true hooks modules inside the blocks"
         if job.compile.name != "off":
             yield fault_at(job, "compile.name", reason, "off")
-
-
-@rule(RECIPE)
-def optimizer_has_the_parameters_it_needs(job: Job) -> Iterator[Fault]:
-    """Some optimizers need float32 parameters: a bf16 master weight would lose Muon's small updates."""
-    if OPTIMIZERS[job.optimizer.name].needs_float32 and job.precision.param_dtype != "float32":
-        yield fault_at(
-            job, "precision.param_dtype", f"optimizer.name={job.optimizer.name} needs float32 parameters", "float32"
-        )
-
-
-@rule(RECIPE)
-def masters_can_be_split(job: Job) -> Iterator[Fault]:
-    """Split masters are float32 weights; the model computes with their upper halves. Every technique that reads or sums
-    weights must support them.
-    """
-    if job.optimizer.masters == "whole":
-        return
-    precision, kind = job.precision, OPTIMIZERS[job.optimizer.name]
-    whys = {
-        "precision.compute_dtype=float32 leaves nothing to split": precision.compute_dtype == "float32",
-        "precision.param_dtype=bfloat16 has no float32 masters": precision.param_dtype != "float32",
-        f"optimizer.name={kind.name} updates whole masters alone": not kind.splits_masters,
-        "parallelism.backend=simple_fsdp rounds gradients to the dtype of the weights": job.parallelism.backend
-        != "fsdp2",
-        f"precision.converter={precision.converter} gathers weights in its own format, from float32": gathers_in_format(
-            job
-        ),
-        f"adapter={job.adapter.name} has few of them": adapts(job),
-        f"fault_tolerance={job.fault_tolerance.name} exchanges whole weights": job.fault_tolerance.name != "off",
-    }
-    if why := next((why for why, holds in whys.items() if holds), None):
-        yield Fault("optimizer.masters", "split", why, legal=("whole",))
-
-
-@rule(RECIPE)
-def averages_can_be_kept(job: Job) -> Iterator[Fault]:
-    """The average of the weights is kept in float32 beside float32 weights, by one replica group."""
-    if not job.optimizer.ema_decay:
-        if job.validation.ema:
-            yield fault_at(job, "validation.ema", "no average is kept; set optimizer.ema_decay=0.999", False)
-        return
-    if job.precision.param_dtype != "float32":
-        yield fault_at(job, "precision.param_dtype", "optimizer.ema_decay needs float32 parameters", "float32")
-    if job.fault_tolerance.name != "off":
-        why = f"fault_tolerance={job.fault_tolerance.name} does not exchange averages"
-        yield fault_at(job, "optimizer.ema_decay", why, 0.0)
 
 
 # --- the machine and its files ----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from titan_hydra.core.job.config.family import Family, causal_keys, decoder_role, register
 
-from .config import DeepSeekV3Config, flops, linears, parameters
+from .config import DeepSeekV3Config, clipped, flops, linears, parameters
 
 register(
     Family(
@@ -16,5 +16,6 @@ register(
         linears=linears,
         role=decoder_role,
         attended=causal_keys,
+        clipped=clipped,
     )
 )

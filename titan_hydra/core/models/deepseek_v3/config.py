@@ -87,6 +87,15 @@ class DeepSeekV3Config(SparseModel):
             )
 
 
+def clipped(config: DeepSeekV3Config) -> dict[str, tuple[tuple[int, float], ...]]:
+    """Return what QK-clip scales (arXiv 2507.20534, algorithm 1): a head's own queries and keys by the square root of its
+    factor, its rotated queries by the factor. The rotated key, which all heads share, is left as it is.
+    """
+    plain = config.qk_nope_head_dim
+    queries = ((plain, 0.5), (config.qk_rope_head_dim, 1.0))
+    return {"wq_b" if config.q_lora_rank else "wq": queries, "wkv_b": ((plain, 0.5), (config.v_head_dim, 0.0))}
+
+
 def parameters(config: DeepSeekV3Config) -> int:
     """Return the number of parameters, with the norms of attention's latents."""
     queries, heads = config.n_heads * config.head_width, config.n_heads

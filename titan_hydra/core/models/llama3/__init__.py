@@ -1,6 +1,13 @@
 """Llama 3 (arXiv 2407.21783)."""
 
-from titan_hydra.core.job.config.family import Family, causal_keys, decoder_parameters, decoder_role, register
+from titan_hydra.core.job.config.family import (
+    Family,
+    causal_keys,
+    decoder_clipped,
+    decoder_parameters,
+    decoder_role,
+    register,
+)
 
 from .config import Llama3Config
 
@@ -14,5 +21,6 @@ register(
         parameters=decoder_parameters,
         role=decoder_role,
         attended=causal_keys,
+        clipped=decoder_clipped,
     )
 )

@@ -8,7 +8,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median, quantiles
@@ -29,7 +29,6 @@ from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.checkpoints import lowest_held_out
 from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.job.run.stretches import goodput_of
-from titan_hydra.core.parallel.experts import Balance
 
 from .stragglers import OnDevice, OnHost, own_time_on, peers, slowest, without_waits
 from .trackers import Tracker, open_trackers, trackable
@@ -181,20 +180,21 @@ class Metrics:
         grad_norm: float,
         lr: float,
         times: list[float],
-        balance: Balance | None = None,
+        more: Sequence[Any] = (),
     ) -> None:
         """Collect a step's measurements, and write a row if one is due. `loss` is None if no element of the step's batch
         counts; `times` is the sum of `own_times` over the
-        ranks. All ranks must call this, because an all-reduce finds the largest memory of all ranks.
+        ranks; each of `more` that is not None reads further fields, by a collective. All ranks must call this, because
+        an all-reduce finds the largest memory of all ranks.
         """
         self.losses += [] if loss is None else [loss]
         due = self.due(step)
         self.clock.own.next_step(recorded=due)
         if due:
-            self._record(step, loss, grad_norm, lr, times, balance)
+            self._record(step, loss, grad_norm, lr, times, more)
 
     def _record(
-        self, step: int, loss: float | None, grad_norm: float, lr: float, times: list[float], balance: Balance | None
+        self, step: int, loss: float | None, grad_norm: float, lr: float, times: list[float], more: Sequence[Any]
     ) -> None:
         """Write the row of a step, with means over the steps since the last row."""
         first, self.first_row = self.first_row, False
@@ -223,7 +223,9 @@ class Metrics:
         }
         if times and isinstance(self.clock.own, OnDevice):
             times = without_waits(times, self.peers, seconds)
-        row |= slowest(times, self.peers if times else []) | (balance.read() if balance else {})
+        row |= slowest(times, self.peers if times else []) | dict(
+            field for one in more if one for field in one.read().items()
+        )
         if self.job.debug.balance_experts:
             row["balanced_experts"] = True
         if first:  # this is the first row of the process; its time includes compilation
