@@ -76,7 +76,13 @@ def test_what_cannot_be_clipped_is_refused(tiny, words):
 
 
 def test_a_plan_prices_the_pass(tiny):
-    words = ("parallelism=single", "hardware=h100", "data.seq_len=1024", "model.vocab_size=64")
+    words = (
+        "parallelism=single",
+        "hardware=h100",
+        "data.seq_len=1024",
+        "loss=linear_cross_entropy",
+        "loss.chunk_tokens=64",
+    )
     without, clipped = (tiny(*words, f"optimizer.qk_clip={value}") for value in ("null", "100"))
     assert "QK-clip" not in speed(without).parts and speed(clipped).parts["QK-clip"] > 0
     assert peak(clipped).live > peak(without).live

@@ -3,7 +3,7 @@
 import importlib
 from pathlib import Path
 
-from . import experts, formats, layers, learning, losses, parametrization, reductions
+from . import experts, formats, heads, layers, learning, losses, parametrization, reductions
 from .mutant import Mutant
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -12,6 +12,7 @@ SUBJECTS: dict[str, list[Mutant]] = {
     "losses": losses.MUTANTS,
     "experts": experts.MUTANTS,
     "layers, adapters": layers.MUTANTS,
+    "limited logits": heads.MUTANTS,
     "number formats": formats.MUTANTS,
     "learning, resume": learning.MUTANTS,
     "width and depth": parametrization.MUTANTS,

@@ -6,11 +6,11 @@ from torch import nn
 
 from titan_hydra.core.job.config.schema import Job
 
-from . import activation_checkpoint, compile, context, data, experts, lora, qk_clip, simple_fsdp, tensor
+from . import activation_checkpoint, compile, context, data, experts, logits, lora, simple_fsdp, tensor
 from .mesh import Mesh
 
-# `lora` comes after `tensor`, as adapters are split like their linear; `qk_clip` measures what `context` has replaced.
-TECHNIQUES = (tensor, experts, lora, context, qk_clip, activation_checkpoint, compile)
+# `lora` comes after `tensor`, as adapters are split like their linear; `logits` measures what `context` has replaced.
+TECHNIQUES = (tensor, experts, lora, context, logits, activation_checkpoint, compile)
 SHARDING = {"fsdp2": data.apply, "simple_fsdp": simple_fsdp.apply}  # by parallelism.backend
 
 

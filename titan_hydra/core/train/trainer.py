@@ -19,7 +19,7 @@ from titan_hydra.core.job.parametrization import rules_of
 from titan_hydra.core.kernels.attention import check_attention
 from titan_hydra.core.models.init import init_weights, scale_forward
 from titan_hydra.core.parallel import context as context_parallel
-from titan_hydra.core.parallel import experts, formats, loss_head, qk_clip
+from titan_hydra.core.parallel import experts, formats, loss_head
 from titan_hydra.core.parallel import tensor as tensor_parallel
 from titan_hydra.core.parallel.gradients import gradient_norm
 from titan_hydra.core.parallel.masters import Masters, separate
@@ -27,7 +27,7 @@ from titan_hydra.core.parallel.mesh import Mesh
 from titan_hydra.core.parallel.split_masters import split_masters
 from titan_hydra.core.parallel.stages import split, whole
 
-from . import ema
+from . import ema, qk_clip
 from .groups import Groups
 from .objectives import Objective, build_objective
 from .optimizer import build_optimizers

@@ -92,8 +92,7 @@ def train_in_float64(
             for name, weight in weights.items():
                 own = scaled_optimizer(name, tuple(weight.shape), now)
                 update(name, weight, gradients[name] * clip, state[name], step, factor, own)
-            if now.optimizer.qk_clip is not None:
-                clip_heads(weights, routed.logits, now)
+            clip_heads(weights, routed.logits, now)
             for name, weight in weights.items():
                 averages[name] = weight.lerp(averages.get(name, weight), min(now.optimizer.ema_decay, 1 - 1 / step))
         for name, bias in record.biases.items():

@@ -74,7 +74,7 @@ def clip_heads(weights: Weights, logits: dict[str, list[float]], job: Job) -> No
     model: Any = job.model
     for layer, heads in logits.items():
         for head, largest in enumerate(heads):
-            if largest <= job.optimizer.qk_clip:
+            if job.optimizer.qk_clip is None or largest <= job.optimizer.qk_clip:
                 continue
             factor = job.optimizer.qk_clip / largest
             own, width = f"{layer}.attention", model.head_width

@@ -2,7 +2,7 @@
 
 from titan_hydra.core.job.config.family import Family, causal_keys, decoder_role, register
 
-from .config import DeepSeekV3Config, clipped, flops, linears, parameters
+from .config import DeepSeekV3Config, flops, latent_clipped, linears, parameters
 
 register(
     Family(
@@ -16,6 +16,6 @@ register(
         linears=linears,
         role=decoder_role,
         attended=causal_keys,
-        clipped=clipped,
+        clipped=latent_clipped,
     )
 )

@@ -87,7 +87,7 @@ class DeepSeekV3Config(SparseModel):
             )
 
 
-def clipped(config: DeepSeekV3Config) -> dict[str, tuple[tuple[int, float], ...]]:
+def latent_clipped(config: DeepSeekV3Config) -> dict[str, tuple[tuple[int, float], ...]]:
     """Return what QK-clip scales (arXiv 2507.20534, algorithm 1): a head's own queries and keys by the square root of its
     factor, its rotated queries by the factor. The rotated key, which all heads share, is left as it is.
     """

@@ -1,8 +1,6 @@
 """QK-clip (MuonClip, arXiv 2507.20534, section 2.1): after a step, the weights of the queries and keys of each head whose
 attention logits have exceeded a threshold are scaled, so that its largest logit would have been the threshold.
-
-`apply` measures each head's largest logit of a step: a maximum over all samples, microbatches and parts of a sequence,
-which a recomputation does not change. `Clip` finds the maxima over all ranks of a stage and scales the weights.
+core/parallel/logits.py measures the logits.
 """
 
 from __future__ import annotations
@@ -14,64 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_hydra.core.base.private import all_gather_single
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.kernels.logits import CHUNK, largest_logits
 from titan_hydra.core.models.init import clean_name, local_box
-
-from .mesh import Mesh, local_part
-from .split_masters import master_of, set_master
-
-
-def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
-    """Measure the logits of every block of a stage, in place, if the job has QK-clip."""
-    if job.optimizer.qk_clip is None:
-        return
-    for block in family_of(job.model).blocks(module).values():
-        found = [part for part in block.modules() if hasattr(part, "sdpa")]
-        inner = {inside for part in found for inside in part.sdpa.modules()}  # Ulysses has an `sdpa` too
-        for part in found:
-            if part not in inner:
-                part.sdpa = Measured(part.sdpa, mesh, job)
-
-
-class Measured(nn.Module):
-    """Attention that also keeps, in training, the largest logit of each of this rank's heads since the last reset."""
-
-    def __init__(self, sdpa: nn.Module, mesh: Mesh, job: Job):
-        super().__init__()
-        self.sdpa = sdpa
-        self.register_buffer("largest", torch.empty(job.model.n_heads // mesh.degrees.tp), persistent=False)
-        cp, balanced = mesh.degrees.cp, mesh.degrees.sequence_parts > mesh.degrees.cp
-        part = job.data.seq_len // mesh.degrees.sequence_parts
-        # where the parts of the sequence begin that each context-parallel rank holds
-        held = [[rank, 2 * cp - 1 - rank] if balanced else [rank] for rank in range(cp)]
-        self.starts = [number * part for number in held[mesh.coordinate("cp")]]
-        self.order = [number for numbers in held for number in numbers]
-        self.group: Any = mesh.world.get_group("cp") if cp > 1 and mesh.world is not None else None
-
-    def reset_buffers(self) -> None:
-        """Forget the logits of earlier steps."""
-        largest: Any = self.largest
-        largest.fill_(-torch.inf)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        if self.training:
-            found = largest_logits(q.detach(), self.keys(k.detach()), documents, self.starts, CHUNK)
-            largest: Any = self.largest
-            largest.copy_(torch.maximum(largest, found))
-        return self.sdpa(q, k, v, documents)
-
-    def keys(self, k: Tensor) -> Tensor:
-        """Return the keys of the whole sequence, in its order."""
-        if self.group is None:
-            return k
-        # [ranks * batch, heads, seq / ranks, width]
-        every = all_gather_single(k.contiguous(), 0, self.group)
-        parts = every.unflatten(0, (self.group.size(), -1)).unflatten(3, (len(self.starts), -1))
-        by_place = parts.movedim(3, 1).flatten(0, 1)
-        return torch.cat([by_place[self.order.index(place)] for place in range(len(self.order))], dim=2)
+from titan_hydra.core.parallel.logits import MeasuredAttention
+from titan_hydra.core.parallel.mesh import Mesh, local_part
+from titan_hydra.core.parallel.split_masters import master_of, set_master
 
 
 class Clip:
@@ -80,7 +26,9 @@ class Clip:
     def __init__(self, model: nn.Module, weights: nn.Module, mesh: Mesh, job: Job):
         """Take the measured heads of `model`, and the parameters of `weights`, which the optimizers update."""
         self.threshold, self.mesh, self.heads = job.optimizer.qk_clip, mesh, job.model.n_heads
-        self.measured = {clean_name(name): part for name, part in model.named_modules() if isinstance(part, Measured)}
+        self.measured = {
+            clean_name(name): part for name, part in model.named_modules() if isinstance(part, MeasuredAttention)
+        }
         self.largest = self.factors = torch.empty(0)
         clipped: Any = family_of(job.model).clipped
         parameters = {clean_name(name): one for name, one in weights.named_parameters()}

@@ -1,0 +1,51 @@
+"""Mutants of QK-clip. Imports no torch."""
+
+from .mutant import Mutant
+
+CLIP, MEASURED = "core/train/qk_clip.py", "core/parallel/logits.py"
+LOGITS, TRAINER = "core/kernels/logits.py", "core/train/trainer.py"
+FAMILY, DEEPSEEK = "core/job/config/family.py", "core/models/deepseek_v3/config.py"
+ACCUMULATED, SPLIT, OWN = (
+    f"qk_clip, {name}, against float64" for name in ("fsdp 2, accumulation 2", "tp 2", "tp 2, a key for each head")
+)
+RING = "qk_clip, cp 2, allgather, against float64"
+LATENT, AVERAGED = (
+    f"qk_clip, {name}, against float64"
+    for name in ("deepseek_v3, tp 2, no latent of queries", "moving average, tp 2, then fsdp 2")
+)
+TESTS = "tests/core/train/test_qk_clip.py"
+
+# fmt: off
+MUTANTS = [
+    Mutant("logits of other ranks do not count", "any", CLIP, "if self.mesh.stage is not None:", "if False:",
+           "A rank scales by the logits of its own samples.", (ACCUMULATED,)),
+    Mutant("only the last microbatch's logits count", "any", MEASURED, "torch.maximum(largest, found)", "found",
+           "Accumulation forgets the maxima of earlier microbatches.", (ACCUMULATED,)),
+    Mutant("logits of earlier steps count", "any", TRAINER, "            self.clip.forget()", "            pass",
+           "A head is scaled again for a logit that it no longer has.", (ACCUMULATED,)),
+    Mutant("heads are those of the first rank", "tp", CLIP, 'self.mesh.coordinate("tp") * len(found)', "0",
+           "All tensor-parallel ranks report their heads as the first ones.", (SPLIT,)),
+    Mutant("keys stand in the order of the ranks", "cp", MEASURED, "self.order.index(place)", "place",
+           "A balanced ring's keys have wrong positions.", (RING,)),
+    Mutant("later tokens are seen", "any", LOGITS, ".triu(1)", ".triu(2)", "Each query sees the next token's key.", (ACCUMULATED,),
+           (TESTS,)),
+    Mutant("other documents are seen", "any", LOGITS, "logits.masked_fill_(_apart(documents, first, last), -torch.inf)", "pass",
+           "Logits between documents count.", (), (TESTS,)),
+    Mutant("shared keys are scaled", "any", FAMILY, "    if config.n_kv_heads < config.n_heads:\n        return {",
+           "    if False:\n        return {", "Grouped queries take the root of a factor, and keys that of another head.", (ACCUMULATED,)),
+    Mutant("own keys take the whole factor", "any", FAMILY, "((config.head_width, 0.5),)",
+           "((config.head_width, 1.0),)", "Logits shrink by the square of the factor.", (OWN,)),
+    Mutant("rotated queries take the root", "any", DEEPSEEK, "(config.qk_rope_head_dim, 1.0))",
+           "(config.qk_rope_head_dim, 0.5))", "The part with positions keeps too large logits.", (LATENT,)),
+    Mutant("values are scaled", "any", DEEPSEEK, "(config.v_head_dim, 0.0))", "(config.v_head_dim, 0.5))",
+           "The values of a clipped head shrink.", (LATENT,)),
+    Mutant("averages are those before the scaling", "any", TRAINER,
+           "            clip.follow(optimizers)  # before the averages, which are those of the scaled weights\n"
+           "        if job.optimizer.ema_decay:\n            ema.follow_weights(optimizers, job.optimizer.ema_decay)\n",
+           "        if job.optimizer.ema_decay:\n            ema.follow_weights(optimizers, job.optimizer.ema_decay)\n"
+           "        if clip is not None:\n            clip.follow(optimizers)\n",
+           "The average follows weights that no step uses.", (AVERAGED,)),
+    Mutant("validations are measured", "any", MEASURED, "        if self.training:\n", "        if True:\n",
+           "Held-out samples decide what is scaled.", (), (TESTS,)),
+]
+# fmt: on
