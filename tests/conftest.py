@@ -60,6 +60,10 @@ LONG = (
     "test_transcripts.py::test_the_readme_shows",
     "recipes/transformers/test_transformers.py::test_every_family_has_transformers_gradients",
     "recipes/transformers/test_transformers.py::test_a_folder_is_read_and_written_in_its_own_format[qwen3]",
+    *(
+        f"recipes/transformers/test_folders.py::test_a_run_exports_the_folder_from_which_it_started[{one}"
+        for one in ("qwen3_moe", "gpt_oss", "gemma3_text", "mixtral-memory", "mixtral-hub-tp")
+    ),
     "test_transcripts.py::test_the_quickstart_shows",
     "slurm/test_tutorial.py",
     "core/checkpoint/test_reshard.py",

@@ -5,6 +5,10 @@ from tests.equivalence.mutants.mutant import Mutant
 MODEL, CONFIG = "recipes/transformers/model.py", "recipes/transformers/config.py"
 TESTS = "tests/recipes/transformers/test_transformers.py"
 GRADIENTS = f"{TESTS}::test_gradients_are_those_of_transformers_in_float64"
+HUGGING_FACE = "recipes/transformers/hf.py"
+FOLDERS = "tests/recipes/transformers/test_folders.py"
+BOXES = f"{FOLDERS}::test_every_part_of_a_tensor_is_found"
+OF_THE_HUB = f"{FOLDERS}::test_random_weights_are_exported_in_the_names_of_the_hub"
 FORMAT = f"{TESTS}::test_a_folder_is_read_and_written_in_its_own_format"
 KEYS = f"{TESTS}::test_keys_replace_what_config_json_says"
 
@@ -18,6 +22,14 @@ OF_TRANSFORMERS = [
            "Partial() if of_heads else Replicate()", "Replicate()", "Each rank has the gradient of its own heads.", (), (GRADIENTS,)),
     Mutant("sinks have another rank's heads", "transformers", "recipes/transformers/sharding.py", "name: weight.to_local()",
            "name: weight.to_local().flip(0)", "A head has another head's sink.", (), (GRADIENTS,)),
+    Mutant("gate and up projections of experts are exchanged", "transformers", HUGGING_FACE, "slice(source * size, (source + 1) * size)",
+           "slice((number - 1 - source) * size, (number - source) * size)", "A folder's experts compute with another projection.",
+           (), (BOXES,)),
+    Mutant("a shard of experts begins at expert 0", "transformers", "core/checkpoint/folder.py",
+           "start + offset for start, offset in zip(piece.start, inside, strict=True)",
+           "start for start, offset in zip(piece.start, inside, strict=True)", "Each shard reads the first rows.", (), (BOXES,)),
+    Mutant("the names of the hub are lost", "transformers", HUGGING_FACE, "(self.own_names and not there)", "not there",
+           "Exports have the names of transformers in memory.", (), (OF_THE_HUB,)),
     Mutant("a lost kind of blocks", "transformers", "recipes/transformers/known.py", "found[: layers - len(lost)] + lost", "found",
            "A shortened model has only the first kinds of blocks.", (), (KEYS,)),
 ]

@@ -1,8 +1,7 @@
 """Read the tensors of a model, or any part of a tensor, from a Hugging Face folder (safetensors); load the initial
 weights of a new run from one, slice by slice, into this rank's shards.
 
-In this package, a matrix of all experts is one tensor. A folder may store it as one tensor for each expert, or in the
-packed form that transformers 5 uses in memory, with the gate and up projections of all experts in one tensor. Weights
+A folder may store a tensor of the model in pieces, or as a part of a larger tensor (core/models/hf.py). Weights
 in float8 are multiplied by the scales of their blocks, which are separate tensors of the folder.
 """
 
@@ -31,11 +30,6 @@ from .state import lower_halves, weights
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 ROWS = 4096  # number of rows of a matrix that are compared at a time
 SCALE = "_scale_inv"  # suffix of the tensor with a float8 weight's scales
-PACKED = {  # an expert's matrix: (tensor with this matrix of all experts, index of its part, number of parts by rows)
-    "gate_proj.weight": ("gate_up_proj", 0, 2),
-    "up_proj.weight": ("gate_up_proj", 1, 2),
-    "down_proj.weight": ("down_proj", 0, 1),
-}
 UNUSED = ("rotary_emb.inv_freq", SCALE)  # suffixes of tensors in a folder that are not weights
 
 
@@ -44,8 +38,7 @@ class Folder:
     HuggingFace record; by default, it is chosen by the model_type in config.json. Raises ConfigError if the folder
     cannot be read.
 
-    The record's name of a matrix of all experts has {} in place of an expert's number: each expert is a tensor of the
-    folder, unless the folder has them packed (`_packed`).
+    The record says in which pieces the folder stores a tensor of the model, such as a matrix of all experts.
     """
 
     def __init__(self, source: Path, hf: HuggingFace | None = None):
@@ -76,10 +69,9 @@ class Folder:
         """
         found, seen = {}, set()
         for fqn, tensor in state.items():
-            if (
-                isinstance(tensor, nn.Parameter) or fqn in self
-            ):  # buffers may be missing: they keep their initial values
-                wanted = self.shapes(fqn, tensor.shape)
+            wanted = self.shapes(fqn, tensor.shape)
+            # buffers may be missing: they keep their initial values
+            if isinstance(tensor, nn.Parameter) or wanted.keys() <= self.files.keys():
                 found[fqn], *_ = (self._checked(name, shape) for name, shape in wanted.items())
                 seen |= wanted.keys()
         head = f"{self.hf.names.get('output')}.weight" if self.config.tie_embeddings else ""
@@ -101,20 +93,11 @@ class Folder:
             for row in range(0, shape[0], ROWS)
         )
 
-    def __contains__(self, fqn: str) -> bool:
-        return self.hf.name(fqn).format(0) in self.files
-
     def shapes(self, fqn: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Return name and shape of each tensor in the folder that contains the model's tensor `fqn` or a part of this
         tensor.
         """
-        name = self.hf.name(fqn)
-        if packed := self._packed(name):
-            theirs, _, parts = packed
-            return {theirs: (shape[0], parts * shape[1], shape[2])}
-        if "{}" in name:
-            return {name.format(expert): tuple(shape[1:]) for expert in range(shape[0])}
-        return {name: tuple(shape)}
+        return {piece.name: piece.shape for piece in self.hf.pieces(fqn, shape, self.files)}
 
     def tensor(self, fqn: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Read a whole tensor and convert it to `dtype`. Raises ConfigError if it is missing or has another shape."""
@@ -128,31 +111,25 @@ class Folder:
         """Read a part of the tensor `fqn` into `target`. The part begins at `offsets` and has the shape of `target`;
         `shape` is that of the whole tensor.
         """
-        name = self.hf.name(fqn)
         if target.numel() == 0:
             return
-        if packed := self._packed(name):
-            theirs, part, _ = packed
-            name = theirs
-            target.copy_(self._part(theirs, (offsets[0], part * shape[1] + offsets[1], offsets[2]), target.shape))
-        elif "{}" in name:
-            for expert, part in enumerate(target, offsets[0]):
-                part.copy_(self._part(name.format(expert), offsets[1:], part.shape))
-        else:
-            target.copy_(self._part(name, offsets, target.shape))
-        if not target.isfinite().all():
-            raise ConfigError(
-                f"{self.files[name.format(offsets[0])]}: {name} has values in {str(target.dtype).removeprefix('torch.')} "
-                "that are not finite: the file is damaged, or the dtype too small"
-            )
-
-    def _packed(self, name: str) -> tuple[str, int, int] | None:
-        """Return (tensor, index of the part, number of parts), as in PACKED, for a packed matrix of experts; else None."""
-        experts, _, kind = name.partition("{}.")
-        if kind not in PACKED or experts + PACKED[kind][0] not in self.files:
-            return None
-        theirs, part, parts = PACKED[kind]
-        return experts + theirs, part, parts
+        for piece in self.hf.pieces(fqn, shape, self.files):
+            ends = [offset + size for offset, size in zip(offsets, target.shape, strict=True)]
+            both = [
+                slice(max(box.start, start), min(box.stop, end))
+                for box, start, end in zip(piece.box, offsets, ends, strict=True)
+            ]
+            if any(part.start >= part.stop for part in both):
+                continue
+            own = target[tuple(slice(part.start - at, part.stop - at) for part, at in zip(both, offsets, strict=True))]
+            inside = [part.start - box.start for part, box in zip(both, piece.box, strict=True)][-len(piece.start) :]
+            where = [start + offset for start, offset in zip(piece.start, inside, strict=True)]
+            own.copy_(self._part(piece.name, where, own.shape[-len(where) :]).reshape(own.shape))
+            if not own.isfinite().all():
+                raise ConfigError(
+                    f"{self.files[piece.name]}: {piece.name} has values in {str(own.dtype).removeprefix('torch.')} that are "
+                    "not finite: the file is damaged, or the dtype too small"
+                )
 
     def _part(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         where = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
@@ -269,11 +246,8 @@ def write_content(file: Path, content: dict) -> None:
 @torch.no_grad()
 def load_hf(model: nn.Module, config: Model, source: Path) -> None:
     """Read this rank's slices of the weights in a Hugging Face folder into the model's shards, one tensor at a time."""
-    state_of_all = meta_state(config)
     try:
-        folder = Folder(source, hf_of(config))
-        _check_arithmetic(config, folder.config)
-        there = folder.dtypes(state_of_all)
+        folder, there = folder_for(config, source)
     except ConfigError as error:
         raise ConfigError(f"checkpoint.initial_load_path={source}: {error}") from error
     lower = lower_halves(model)
@@ -284,6 +258,15 @@ def load_hf(model: nn.Module, config: Model, source: Path) -> None:
             folder.read(name, tensor.shape, local_box(tensor)[0], whole)
             if name in lower:
                 halve_into(whole, held, lower[name])
+
+
+def folder_for(config: Model, source: Path) -> tuple[Folder, dict[str, torch.dtype]]:
+    """Return the folder from which a model takes its weights, and the dtypes of its tensors. Raises ConfigError if the
+    folder's tensors or its config.json are of another model.
+    """
+    folder = Folder(source, hf_of(config))
+    _check_arithmetic(config, folder.config)
+    return folder, folder.dtypes(meta_state(config))
 
 
 def _check_arithmetic(ours: Model, theirs: Model) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,23 @@ EXPERTS = {  # further names for a feed-forward of experts (moe.py)
 }
 
 
+PACKED = {  # an expert's matrix: (tensor with this matrix of all experts, index of its part, number of parts by rows)
+    "gate_proj.weight": ("gate_up_proj", 0, 2),
+    "up_proj.weight": ("gate_up_proj", 1, 2),
+    "down_proj.weight": ("down_proj", 0, 1),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor of the model, and where a folder stores it."""
+
+    name: str  # of the stored tensor
+    shape: tuple[int, ...]  # of the stored tensor; the matrix of one expert has no dimension of experts
+    box: tuple[slice, ...]  # in the model's tensor
+    start: tuple[int, ...]  # where the box begins in the stored tensor
+
+
 @dataclass(frozen=True)
 class HuggingFace:
     """A family in Hugging Face's format. Weights are copied unchanged: one to one, or a stack of experts to one tensor
@@ -96,10 +113,25 @@ class HuggingFace:
             raise ConfigError(f"{fqn}: model_type={self.model_type} has no name for this tensor in its `names`")
         return block + found
 
+    def pieces(self, fqn: str, shape: Sequence[int], there: Collection[str] = ()) -> list[Piece]:
+        """Return the pieces that make up the tensor `fqn`, for a folder with the tensors `there`: the tensor itself, or the
+        experts of a stack, each in a tensor of its own or, as transformers 5 has them in memory, packed into one.
+        """
+        name, box = self.name(fqn), tuple(slice(0, size) for size in shape)
+        experts, _, kind = name.partition("{}.")
+        if kind in PACKED and experts + PACKED[kind][0] in there:
+            packed, part, parts = PACKED[kind]
+            return [Piece(experts + packed, (shape[0], parts * shape[1], shape[2]), box, (0, part * shape[1], 0))]
+        if "{}" in name:
+            return [
+                Piece(name.format(expert), tuple(shape[1:]), (slice(expert, expert + 1), *box[1:]), (0,) * len(box[1:]))
+                for expert in range(shape[0])
+            ]
+        return [Piece(name, tuple(shape), box, (0,) * len(box))]
+
     def parts(self, fqn: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensors that are written for `fqn`, by name: the tensor itself, or each expert of a stack."""
-        name = self.name(fqn)
-        return {name.format(number): part for number, part in enumerate(tensor)} if "{}" in name else {name: tensor}
+        """Return the tensors that are written for `fqn`, by name."""
+        return {piece.name: tensor[piece.box].reshape(piece.shape) for piece in self.pieces(fqn, tensor.shape)}
 
 
 def hf_of(config: Model) -> HuggingFace:

@@ -45,6 +45,9 @@ BESIDE = (
     "transformers_version",
     "use_cache",
 )
+KEPT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+LONGEST_HEADER = 100_000_000  # bytes, as safetensors allows
+OWN_NAMES = "own_names"  # a key of `beside`: exports have the names that transformers 5 has in memory
 RANDOM = ("dropout", "pdrop", "jitter", "layerdrop")  # parts of the names of keys that make a forward random
 LONGEST = Text("JSON", longest=1 << 18)
 NULL = "; null: what model.path says"
@@ -59,6 +62,12 @@ class TransformersConfig(Model):
         identity=False,
     )
     content: str | None = key(None, "the content of that config.json; filled in by the launcher", LONGEST)
+    beside: str | None = key(
+        None,
+        "what exports need of that folder beside its arithmetic; filled in by the launcher",
+        LONGEST,
+        identity=False,
+    )
     vocab_size: int | None = key(None, f"rows of the embedding and of the output head{NULL}", Interval(1, 2**24))  # type: ignore[assignment]
     dim: int | None = key(None, f"width of the residual stream{NULL}", WIDTH)  # type: ignore[assignment]
     n_layers: int | None = key(None, f"number of transformer blocks{NULL}", Interval(1, 10_000))  # type: ignore[assignment]
@@ -81,7 +90,8 @@ class TransformersConfig(Model):
                     raise bad_value(
                         f"model.{name}", value, "is what config.json of model.path says; edit it there", None
                     )
-            return replace(self, content=json.dumps(content_of_folder(self.path), sort_keys=True)).frozen()
+            content, beside = contents_of(content_of_folder(self.path), Path(self.path).expanduser())
+            return replace(self, content=content, beside=beside).frozen()
         if self.vocab_size is not None and self.tie_embeddings is not None:
             return self
         from .known import library_config
@@ -112,7 +122,7 @@ class TransformersConfig(Model):
     def arithmetic(self) -> dict[str, Any]:
         """Return the values of config.json as keys of their own, so that a difference is named."""
         content = json.loads(self.content or "{}")
-        own = {name: value for name, value in super().arithmetic().items() if name not in ("path", "content")}
+        own = {name: value for name, value in super().arithmetic().items() if name not in ("path", "content", "beside")}
         return own | {"config": {name: value for name, value in content.items() if name not in SHARED.values()}}
 
     def faults(self) -> Iterator[Fault]:
@@ -146,9 +156,7 @@ REDUCED = {  # keys of a config.json that proofs reduce, and their largest value
 
 
 def content_of_folder(folder: str) -> dict[str, Any]:
-    """Return the parts of a folder's config.json that decide what its weights compute, with the model's type. Raises
-    ConfigError.
-    """
+    """Return a folder's config.json, which names the model's type. Raises ConfigError."""
     file = Path(folder).expanduser() / MODEL
     try:
         content = json.loads(file.read_text())
@@ -157,13 +165,32 @@ def content_of_folder(folder: str) -> dict[str, Any]:
         raise bad_value("model.path", folder, f"{file.name} there cannot be read as JSON ({reason})") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise bad_value("model.path", folder, "its config.json names no model_type")
-    return plain_content(content)
+    return content
 
 
-def plain_content(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a config.json without what does not change the model's arithmetic."""
-    own = {name: value for name, value in content.items() if name not in BESIDE}
-    return own | {"model_type": content["model_type"]}
+def contents_of(data: dict[str, Any], folder: Path) -> tuple[str, str]:
+    """Return the keys of a config.json that decide what its weights compute, with the model's type, and the keys beside
+    them that exports keep, both as JSON.
+    """
+    content = {name: value for name, value in data.items() if name not in BESIDE or name == "model_type"}
+    beside = {name: data[name] for name in KEPT if name in data}
+    if has_own_names(folder):
+        beside[OWN_NAMES] = True
+    return json.dumps(content, sort_keys=True), json.dumps(beside, sort_keys=True)
+
+
+def has_own_names(folder: Path) -> bool:
+    """Whether a folder's weights have experts as transformers 5 has them in memory, packed into one tensor."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    try:
+        if index.is_file():
+            names = json.loads(index.read_text())["weight_map"]
+        else:
+            with single.open("rb") as file:
+                names = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), LONGEST_HEADER)))
+        return any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in names)
+    except (OSError, ValueError, KeyError, TypeError, MemoryError):
+        return False  # weights that cannot be read are refused where they are loaded
 
 
 def flops_of_token(config: Any, seq_len: int, parameters: int) -> int | None:
@@ -173,7 +200,11 @@ def flops_of_token(config: Any, seq_len: int, parameters: int) -> int | None:
 
 
 def faults(job: Any) -> Iterator[Fault]:
-    """Yield what a model of transformers cannot be combined with."""
+    """Yield what a model of transformers cannot be combined with, and what its initial weights lack."""
+    if job.checkpoint.initial_load_path:
+        from .hf import weights_faults
+
+        yield from weights_faults(job)
     only = "a model of transformers trains by data and tensor parallelism alone"
     if job.parallelism.cp > 1:
         yield fault_at(job, "parallelism.cp", only, 1)
