@@ -71,7 +71,7 @@ PACKED = {  # an expert's matrix: (tensor with this matrix of all experts, index
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPart:
     """A box of a tensor of the model, and where a folder stores it."""
 
     name: str  # of the stored tensor
@@ -113,7 +113,7 @@ class HuggingFace:
             raise ConfigError(f"{fqn}: model_type={self.model_type} has no name for this tensor in its `names`")
         return block + found
 
-    def pieces(self, fqn: str, shape: Sequence[int], there: Collection[str] = ()) -> list[Piece]:
+    def pieces(self, fqn: str, shape: Sequence[int], there: Collection[str] = ()) -> list[StoredPart]:
         """Return the pieces that make up the tensor `fqn`, for a folder with the tensors `there`: the tensor itself, or the
         experts of a stack, each in a tensor of its own or, as transformers 5 has them in memory, packed into one.
         """
@@ -121,13 +121,15 @@ class HuggingFace:
         experts, _, kind = name.partition("{}.")
         if kind in PACKED and experts + PACKED[kind][0] in there:
             packed, part, parts = PACKED[kind]
-            return [Piece(experts + packed, (shape[0], parts * shape[1], shape[2]), box, (0, part * shape[1], 0))]
+            return [StoredPart(experts + packed, (shape[0], parts * shape[1], shape[2]), box, (0, part * shape[1], 0))]
         if "{}" in name:
             return [
-                Piece(name.format(expert), tuple(shape[1:]), (slice(expert, expert + 1), *box[1:]), (0,) * len(box[1:]))
+                StoredPart(
+                    name.format(expert), tuple(shape[1:]), (slice(expert, expert + 1), *box[1:]), (0,) * len(box[1:])
+                )
                 for expert in range(shape[0])
             ]
-        return [Piece(name, tuple(shape), box, (0,) * len(box))]
+        return [StoredPart(name, tuple(shape), box, (0,) * len(box))]
 
     def parts(self, fqn: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the tensors that are written for `fqn`, by name."""

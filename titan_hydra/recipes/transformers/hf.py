@@ -17,7 +17,7 @@ from titan_hydra.core.job.config import from_dict, to_dict
 from titan_hydra.core.job.config.fault import Fault
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.run.checkpoints import is_hf
-from titan_hydra.core.models.hf import HuggingFace, Piece
+from titan_hydra.core.models.hf import HuggingFace, StoredPart
 
 from .config import OWN_NAMES, SHARED, TransformersConfig, contents_of
 from .known import library_config
@@ -44,14 +44,14 @@ class OwnFormat(HuggingFace):
         child, _, rest = fqn.partition(".")
         return f"{self.names[child]}.{rest}"
 
-    def pieces(self, fqn: str, shape: Sequence[int], there: Collection[str] = ()) -> list[Piece]:
+    def pieces(self, fqn: str, shape: Sequence[int], there: Collection[str] = ()) -> list[StoredPart]:
         """Return the pieces of a tensor: itself, if the folder has its name in memory, else what transformers saves."""
         if self.name(fqn) in there or (self.own_names and not there):
             return super().pieces(fqn, shape)
         return saved_pieces(self.library, self.name(fqn), shape)
 
 
-def saved_pieces(library: Any, name: str, shape: Sequence[int]) -> list[Piece]:
+def saved_pieces(library: Any, name: str, shape: Sequence[int]) -> list[StoredPart]:
     """Return the tensors that transformers makes of a parameter or buffer when it saves a model. Raises ConfigError for a
     tensor that is more than a box of its rows, such as one with permuted heads.
     """
@@ -77,7 +77,7 @@ def saved_pieces(library: Any, name: str, shape: Sequence[int]) -> list[Piece]:
         if joined is not None:
             size = shape[joined] // number
             box[joined] = slice(source * size, (source + 1) * size)
-        pieces.append(Piece(own, tuple(part.shape), tuple(box), (0,) * part.dim()))
+        pieces.append(StoredPart(own, tuple(part.shape), tuple(box), (0,) * part.dim()))
     return pieces
 
 
