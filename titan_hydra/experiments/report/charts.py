@@ -209,21 +209,30 @@ def looks(report: Report) -> list[Look]:
     the colour, and the other keys the dashes. This requires enough colours and dashes, and rows for at least half of
     the combinations. Otherwise neighbouring rows differ in colour and dashes, and the baseline is broad and grey.
     """
-    if len(report.own) < len(report.rows):  # rows of other programs have no overrides
-        return [Look(*line_style(number), row is report.reference) for number, row in enumerate(report.rows)]
-    own = [{key_of(word): word for word in words} for words in differing([row.cell.overrides for row in report.rows])]
-    values = {key: list(dict.fromkeys(one.get(key) for one in own)) for one in own for key in one}
-    keys = sorted((key for key in values if len(values[key]) < len(own)), key=lambda key: -len(values[key]))
-    if len(keys) > 1:
-        rest = [tuple(one.get(key) for key in keys[1:]) for one in own]
-        others = list(dict.fromkeys(rest))
-        first = len(values[keys[0]])
-        if first <= len(LINES) and len(others) <= len(DASHES) and first * len(others) <= 2 * len(own):
-            return [
-                Look(LINES[values[keys[0]].index(one.get(keys[0]))], DASHES[others.index(mine)])
-                for one, mine in zip(own, rest, strict=True)
-            ]
-    return [Look(*line_style(number), row is report.reference) for number, row in enumerate(report.rows)]
+    with_overrides = len(report.own) == len(report.rows)  # rows of other programs have none
+    by_key = _looks_by_key([row.cell.overrides for row in report.rows]) if with_overrides else None
+    return by_key or [Look(*line_style(number), row is report.reference) for number, row in enumerate(report.rows)]
+
+
+def _looks_by_key(overrides: list[list[str]]) -> list[Look] | None:
+    """Return how the lines of cells with these overrides are drawn if their keys determine it, else None."""
+    # an override stands for its value; a cell without an override of a key has the value None
+    cells = [{key_of(override): override for override in own} for own in differing(overrides)]
+    values = {key: list(dict.fromkeys(cell.get(key) for cell in cells)) for cell in cells for key in cell}
+    # a key with another value in each cell groups no cells
+    keys = [key for key in values if len(values[key]) < len(cells)]
+    if len(keys) < 2:
+        return None
+    coloured, *dashed = sorted(keys, key=lambda key: -len(values[key]))
+    colours = values[coloured]
+    rests = [tuple(cell.get(key) for key in dashed) for cell in cells]
+    dashes = list(dict.fromkeys(rests))
+    if len(colours) > len(LINES) or len(dashes) > len(DASHES) or len(colours) * len(dashes) > 2 * len(cells):
+        return None
+    return [
+        Look(LINES[colours.index(cell.get(coloured))], DASHES[dashes.index(rest)])
+        for cell, rest in zip(cells, rests, strict=True)
+    ]
 
 
 def distances(report: Report) -> Lines:

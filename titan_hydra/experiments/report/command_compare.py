@@ -301,7 +301,7 @@ def modules(a: Side, b: Side) -> Iterator[str]:
         parted = [key for key in first[step] if first[step][key]["hash"] != second[step].get(key, {}).get("hash")]
         if parted:
             key = min(parted, key=lambda key: first[step][key]["order"])
-            ranks = names({other.rank for other in parted if other[1:] == key[1:]})
+            ranks = names({other.rank for other in parted if other._replace(rank=key.rank) == key})
             yield f"modules: first differ at step {step}, on {ranks}: {_where_to_look(key)}"
             norms = first[step][key]["norm"], second[step].get(key, {}).get("norm")
             yield f"         norm {norms[0]!r} and {norms[1]!r}; {len(parted)} of {len(first[step])} traced tensors differ in this step"
@@ -321,22 +321,25 @@ class TraceKey(NamedTuple):
 
 def _where_to_look(key: TraceKey) -> str:
     """Return a phrase that names the code to examine if this tensor is the first that differs."""
-    _, when, what, name, call = key
-    outer = name.rpartition(".")[0]
-    outer = "the model" if outer in ("", "layers") else outer
-    microbatch = f", microbatch {call + 1}" if call else ""
-    return {
-        ("forward", "in"): f"the input of {name} already differs; look at {outer}'s code before it",
-        ("forward", "out"): f"{name}: its inputs are the same, its outputs differ",
-        (
-            "backward",
-            "out",
-        ): f"the gradient that enters {name} differs, the forward is the same; look at {outer}'s code after it",
-        (
-            "backward",
-            "in",
-        ): f"{name}, in its backward: the gradient that enters is the same, the one that leaves differs",
-    }.get((when, what), f"the gradient of {name}; all activations and their gradients are the same") + microbatch
+    name = key.module
+    caller = name.rpartition(".")[0]
+    if caller in ("", "layers"):  # a list of layers has no code of its own
+        caller = "the model"
+    # in the backward, the gradient of a module's output enters the module, and that of its input leaves it
+    match key.when, key.what:
+        case "forward", "in":
+            phrase = f"the input of {name} already differs; look at {caller}'s code before it"
+        case "forward", "out":
+            phrase = f"{name}: its inputs are the same, its outputs differ"
+        case "backward", "out":
+            phrase = (
+                f"the gradient that enters {name} differs, the forward is the same; look at {caller}'s code after it"
+            )
+        case "backward", "in":
+            phrase = f"{name}, in its backward: the gradient that enters is the same, the one that leaves differs"
+        case _:
+            phrase = f"the gradient of {name}; all activations and their gradients are the same"
+    return phrase + (f", microbatch {key.call + 1}" if key.call else "")
 
 
 def traces(run: Path) -> dict[int, dict[TraceKey, dict[str, Any]]]:
