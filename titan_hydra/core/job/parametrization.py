@@ -81,13 +81,19 @@ class MaximalUpdateRules(Rules):
         return Start(".".join(parts), self.base, factor)
 
     def factors(self, name: str, shape: Sequence[int], orthogonal: bool) -> RateFactors:
+        """Return the factors of the first table of docs/transfer.md or, for Muon, those in the text below it."""
         role = self.role(name)
         if orthogonal:
             lr = self._spectral(shape[0]) if role == "router" else 1.0
-            return RateFactors(lr, 1 / lr)
-        lr = 1 / self.width if role in ("hidden", "router") else 1.0
-        gradient = (1.0 if role == "router" else 1 / self.width) / (self.depth if name.startswith("layers.") else 1.0)
-        return RateFactors(lr, 1 / lr, gradient)
+            eps = 1.0
+        else:
+            lr = 1 / self.width if role in ("hidden", "router") else 1.0
+            # epsilon shrinks as the gradient does: with the width, except for a router, and in blocks with the depth
+            eps = 1.0 if role == "router" else 1 / self.width
+            if name.startswith("layers."):
+                eps /= self.depth
+        # a step decays a weight by lr * weight_decay, which must not depend on the size
+        return RateFactors(lr, weight_decay=1 / lr, eps=eps)
 
     def role(self, name: str) -> str:
         """Return the role that the family gives a parameter."""
