@@ -218,39 +218,44 @@ def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
     rank = layout.RANK.read(attempt)
     config = layout.CONFIG.read(directory)
     steps, step = config.get("steps"), result.get("steps", status.get("step") or last.get("step"))
-    now, phase, silent, to_go = time.time(), None, None, None
+    now, phase, silent, step_seconds = time.time(), None, None, None
     if state.kind == "running":
         beat = layout.BEAT.read(attempt)
-        # the present time by the clock of rank 0's host: the time in its last heartbeat, plus the age of the
-        # heartbeat's file
+        # a row of an earlier attempt does not tell the speed of this one
+        if modified(layout.METRICS.of(home)) > modified(layout.RANK.of(attempt)):
+            step_seconds = last.get("step_seconds") or None
         if beat:
+            # the present time by the clock of rank 0's host: the time in its last heartbeat, plus the age of the
+            # heartbeat's file
             now = beat["time"] + file_now - modified(layout.BEAT.of(attempt))
-        # whether the newest attempt has logged a row with the time of a step
-        steady = bool(last.get("step_seconds")) and modified(layout.METRICS.of(home)) > modified(
-            layout.RANK.of(attempt)
-        )
-        silent = silence(beat, now, last["step_seconds"] if steady else None)
-        phase = beat.get("phase", "start")
-        if beat and phase in LASTING[1:] and beat["time"] - beat["since"] < 1:  # every step passes through these phases
-            phase = "step"
-        to_go = (steps - step) * last["step_seconds"] if steady and steps and step is not None else None
+        phase, silent = _phase(beat), silence(beat, now, step_seconds)
     return RunRow(
         cell,
         directory,
         state,
-        steps,
-        step,
-        result.get("tokens_per_second", last.get("tokens_per_second")),
-        result.get("final_loss") or last.get("loss"),
-        _where(state, rank, config),
-        duration(state, attempt, rank, status, now),
-        to_go,
-        silent,
-        phase,
-        layout.CANCELLED.read(attempt).get("by") if state.kind in ("interrupted", "queued", "running") else None,
-        _best(home) if config.get("checkpoint", {}).get("keep_best") else None,
-        _slow(home, attempt),
+        steps=steps,
+        step=step,
+        tokens_per_second=result.get("tokens_per_second", last.get("tokens_per_second")),
+        loss=result.get("final_loss") or last.get("loss"),
+        where=_where(state, rank, config),
+        seconds=duration(state, attempt, rank, status, now),
+        to_go=(steps - step) * step_seconds if step_seconds and steps and step is not None else None,
+        silent=silent,
+        phase=phase,
+        cancelled=layout.CANCELLED.read(attempt).get("by")
+        if state.kind in ("interrupted", "queued", "running")
+        else None,
+        best=_best(home) if config.get("checkpoint", {}).get("keep_best") else None,
+        slow=_slow(home, attempt),
     )
+
+
+def _phase(beat: dict[str, Any]) -> str:
+    """Return the phase that a heartbeat of rank 0 names; "start" without a heartbeat. Every step passes through the
+    phases of LASTING but the start, so one of them counts only once it has lasted for a second.
+    """
+    phase = beat.get("phase", "start")
+    return "step" if beat and phase in LASTING[1:] and beat["time"] - beat["since"] < 1 else phase
 
 
 def modified(file: Path) -> float:
@@ -313,14 +318,16 @@ def _where(state: State, rank: dict[str, Any], config: dict[str, Any]) -> str | 
     return f"{rank['host']} +{more}" if more and "host" in rank else rank.get("host")
 
 
-def duration(state: State, attempt: Path, rank: dict[str, Any], beat: dict[str, Any], now: float) -> float | None:
-    """Return the seconds that the newest attempt has waited (if queued), has run so far, or took in total."""
+def duration(state: State, attempt: Path, rank: dict[str, Any], status: dict[str, Any], now: float) -> float | None:
+    """Return the seconds that the newest attempt has waited (if queued), has run so far, or took in total. `rank` is rank
+    0's record, and `status` the content of status.json.
+    """
     claimed = layout.CLAIM.read(attempt).get("started")
     if state.kind == "queued":
         began = rank.get("ended", claimed)  # a requeued job has been waiting since its last end
     else:
         began = rank.get("started") or (moment(state.job.start) if state.job else None) or claimed
-    ended = now if state.active else rank.get("ended") or beat.get("time")
+    ended = now if state.active else rank.get("ended") or status.get("time")
     return max(ended - began, 0.0) if began and ended else None
 
 
