@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import exp, log
 from typing import Any
 
@@ -136,23 +136,20 @@ def _error(runs: tuple[Measured, ...], hardware: Hardware, start: Hardware) -> f
 def as_yaml(found: Fit, name: str) -> str:
     """Return the text of a file for conf/hardware: the rates, each with a comment that tells how it was found."""
     worst = max(abs(found.residual(run)) for run in found.runs)
-    lines = [f"# {name}: calibrated from {counted(len(found.runs), 'run')}, whose times it gives within {worst:.0%}."]
-    for spec in fields(Hardware):
-        value = {"name": name, "measured": True}.get(spec.name, getattr(found.hardware, spec.name))
-        if value is not None:
-            text = (
-                f"{value:.4g}"
-                if isinstance(value, float)
-                else str(value).lower()
-                if isinstance(value, bool)
-                else str(value)
-            )
-            origin = (
-                "fitted"
-                if spec.name in found.fitted
-                else f"as {found.hardware.name}"
-                if spec.name not in ("name", "measured")
-                else ""
-            )
-            lines.append(f"{spec.name}: {text}".ljust(28) + f"# {origin}" if origin else f"{spec.name}: {text}")
+    lines = [
+        f"# {name}: calibrated from {counted(len(found.runs), 'run')}, whose times it gives within {worst:.0%}.",
+        f"name: {name}",
+        "measured: true",
+    ]
+    for key, value in vars(found.hardware).items():
+        if key not in ("name", "measured") and value is not None:
+            origin = "fitted" if key in found.fitted else f"as {found.hardware.name}"
+            lines.append(f"{key}: {_yaml_value(value)}".ljust(28) + f"# {origin}")
     return "\n".join(lines) + "\n"
+
+
+def _yaml_value(value: str | bool | int | float) -> str:
+    """Return a value of a device as YAML, a float with four digits."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -25,7 +25,8 @@ from titan_hydra.experiments.plan.shape import NotPredictable, Shape, shape_of
 
 OWN = "titan_hydra"  # first word of `source` in rows of this trainer
 STACKS = ({"match": [OWN], "compiled_loss": True},)  # what is known of a source's software; a file may say more
-# the beginnings of what rows say of recomputation, and the modes of activation checkpointing that these mean
+# the beginnings of what rows say of recomputation, and the modes of activation checkpointing that these mean; the first
+# that fits counts
 MODES = {"graph SAC": "op", "selective (attention": "op", "selective (op": "op", "selective": "layer"} | {
     name: name for name in ("full", "none", "op", "lean", "layer")
 }
@@ -315,10 +316,12 @@ def _precision(row: Row) -> list[str]:
 
 
 def mode_of_row(row: Row) -> str | None:
-    """Return the mode of activation checkpointing that a row names; None if it names none."""
-    mode_text = row.get("recompute", "not said")
-    if "not said" in mode_text and "share" not in mode_text:
+    """Return the mode of activation checkpointing that a row names, else the one that its software is known to use; None if
+    neither is known.
+    """
+    text = row.get("recompute", "not said")
+    # a row may name a mode and say only that the share of blocks with it is not said
+    if "not said" in text and "share" not in text:
         return None
-    if not mode_text.startswith(tuple(MODES)):
-        return row["stack"].get("recompute")
-    return next(mode for start, mode in MODES.items() if mode_text.startswith(start))
+    named = next((mode for start, mode in MODES.items() if text.startswith(start)), None)
+    return named or row["stack"].get("recompute")

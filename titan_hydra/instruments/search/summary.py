@@ -149,25 +149,27 @@ class Summary:
         return "stopped" if trial.values else "failed" if trial.runs else "refused"
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
-        """Return the titles and rows of the table of trials, sorted by number, with a loss for each length."""
-        keys = [one.partition("=")[0] for one in self.trials[0].overrides] if self.trials else []
-        lengths = sorted({steps for trial in self.trials for steps in trial.values})
-        names = [f"loss at {steps}" for steps in lengths]
-        if self.directions != ["minimize"]:
-            names = ["held-out loss", "tokens/s"][-len(self.directions) :] if len(self.directions) > 1 else ["tokens/s"]
-        titles = ["trial", *keys, *names, "seeds", "state", "GPU-hours"]
+        """Return the titles and rows of the table of trials, in the order of their numbers. A search for the lowest loss
+        has a column for each length of runs, and any other a column for each objective.
+        """
+        keys = [override.partition("=")[0] for override in self.trials[0].overrides] if self.trials else []
+        measured, numbers = self._measured()
         rows = []
-        for trial in self.trials:
-            numbers = (
-                [trial.values.get(steps) for steps in lengths]
-                if self.directions == ["minimize"]
-                else trial.objectives or [None] * len(names)
-            )
-            shown = ["" if value is None else f"{value:,.4f}" if value < 1000 else f"{value:,.0f}" for value in numbers]
-            hours, word = self.hours[trial.number], self.word(trial) + (f": {trial.reason}" if trial.reason else "")
-            values = [one.partition("=")[2] for one in trial.overrides]
-            rows.append([str(trial.number), *values, *shown, _spread(self.seeds(trial)), word, f"{hours:.4f}"])
-        return titles, rows
+        for trial, own in zip(self.trials, numbers, strict=True):
+            values = [override.partition("=")[2] for override in trial.overrides]
+            state = self.word(trial) + (f": {trial.reason}" if trial.reason else "")
+            hours = f"{self.hours[trial.number]:.4f}"
+            rows.append([str(trial.number), *values, *map(_number, own), _spread(self.seeds(trial)), state, hours])
+        return ["trial", *keys, *measured, "seeds", "state", "GPU-hours"], rows
+
+    def _measured(self) -> tuple[list[str], list[list[float | None]]]:
+        """Return the titles of the columns with measured numbers, and these numbers of each trial."""
+        if self.directions == ["minimize"]:
+            lengths = sorted({steps for trial in self.trials for steps in trial.values})
+            titles = [f"loss at {steps}" for steps in lengths]
+            return titles, [[trial.values.get(steps) for steps in lengths] for trial in self.trials]
+        titles = ["held-out loss", "tokens/s"] if len(self.directions) > 1 else ["tokens/s"]
+        return titles, [[*trial.objectives] or [None] * len(titles) for trial in self.trials]
 
     def notes(self) -> list[str]:
         """Return the lines below the table."""
@@ -285,6 +287,13 @@ def _made(run: Path, steps: int) -> int:
     loaded = (layout.CONFIG.read(run).get("checkpoint") or {}).get("initial_load_path")
     done = (layout.METRICS.last(run) or {}).get("step", 0)
     return max(min(done, steps) - (step_of(Path(loaded)) if loaded and Path(loaded).name.startswith("step-") else 0), 0)
+
+
+def _number(value: float | None) -> str:
+    """Format a loss or a rate for the table; "" if it is unknown."""
+    if value is None:
+        return ""
+    return f"{value:,.4f}" if value < 1000 else f"{value:,.0f}"
 
 
 def _spread(values: list[float]) -> str:
