@@ -357,37 +357,36 @@ class Checkpointer:
         """Return the folder of the step to resume from; None if there is no step. Damaged steps are moved aside. Raises
         CheckpointError if all steps are damaged.
         """
-        set_aside = any(self.folder.glob(f"*{checkpoints.DAMAGED}"))
         best = checkpoints.best(self.folder) if self.config.keep_best else None
-        names: list[Any] = [
+        seen: list[Any] = [
             [path.name for path in reversed(checkpoints.complete(self.folder))],
-            set_aside,
+            any(self.folder.glob(f"*{checkpoints.DAMAGED}")),
             checkpoints.held_out_loss(best) if best else inf,
         ]
-        # rank 0 sends the names, as a file system may show an older state to other ranks
-        dist.broadcast_object_list(names, src=0, group=self.group)
-        self.best = names[2]
-        damaged: list[tuple[Path, list[str]]] = []
-        found = None
-        for path in (self.folder / name for name in names[0]):
+        # what rank 0 sees counts, as a file system may show an older state to other ranks
+        dist.broadcast_object_list(seen, src=0, group=self.group)
+        newest_first, any_set_aside, self.best = seen
+        damaged: dict[Path, list[str]] = {}
+        intact = None
+        for path in (self.folder / name for name in newest_first):
             problems = self._problems(path)
             if not problems:
-                found = path
+                intact = path
                 break
-            damaged.append((path, problems))
-        words = "; ".join(f"{path.name}: {', '.join(problems)}" for path, problems in damaged)
-        if found is None and (damaged or names[1]):
+            damaged[path] = problems
+        words = "; ".join(f"{path.name}: {', '.join(problems)}" for path, problems in damaged.items())
+        if intact is None and (damaged or any_set_aside):
             raise CheckpointError(
                 f"no checkpoint in {self.folder} is intact ({words or 'all are set aside as damaged'}); "
                 "launch.force=true starts again from scratch"
             )
-        if damaged and self.run.rank == 0:
-            print(f"WARNING: damaged, and left out: {words}. Going on from {found.name}", file=sys.stderr, flush=True)
-            for path, _ in damaged:
+        if intact and damaged and self.run.rank == 0:
+            print(f"WARNING: damaged, and left out: {words}. Going on from {intact.name}", file=sys.stderr, flush=True)
+            for path in damaged:
                 aside = path.with_name(path.name + checkpoints.DAMAGED)
                 shutil.rmtree(aside, ignore_errors=True)  # delete a folder of the same step that was set aside earlier
                 path.rename(aside)
-        return found
+        return intact
 
     def _problems(self, path: Path) -> list[str]:
         """Return what is wrong with a step's files. Each rank reads a share of them; all ranks must call this together."""

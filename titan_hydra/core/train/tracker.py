@@ -135,33 +135,40 @@ def counting(found: list[Counted]) -> Callable[[Trainer, Batch], AbstractContext
     @contextmanager
     def watch(trainer: Trainer, batch: Batch) -> Iterator[None]:
         tracker = MemoryTracker(trainer.mesh)
-        # The optimizer of split masters creates its state when it is built.
-        kept = [
-            part
-            for parameter in trainer.model.parameters()
-            if is_split(parameter)
-            for part in (lower_half(parameter), *trainer.optimizers[0].state[parameter].values())
-        ]
         parameters = [*trainer.model.parameters(), *trainer.masters.weights.parameters()]
         weights = _held(tracker, [*parameters, *trainer.model.buffers()])
-        built = _held(tracker, kept)
+        # the optimizer of split masters creates its state when it is built
+        early_state = _held(tracker, _state_of_split_masters(trainer))
         _held(tracker, batch.tensors.values())
-        before, peaks, gradients = tracker.live, [], []
+        before_step = tracker.live
+        peaks, gradients = [], []
 
-        def at_the_step(*_: Any) -> None:
+        def before_update(*_: Any) -> None:
             peaks.append(tracker.restart())
-            parts = {id(p): local_part(p.grad).nbytes for p in parameters if p.grad is not None}
-            gradients.append(sum(parts.values()))
+            sizes = {id(p): local_part(p.grad).nbytes for p in parameters if p.grad is not None}  # each gradient once
+            gradients.append(sum(sizes.values()))
 
-        trainer.optimizers[0].register_step_pre_hook(at_the_step)
+        trainer.optimizers[0].register_step_pre_hook(before_update)
         with tracking(tracker):
             yield
-        state = tracker.live - before
-        held: dict[str, float] = {"weights": weights, "gradients": gradients[0], "optimizer": built + state}
-        peak = max(peaks[0] + state, tracker.peak)
+        late_state = tracker.live - before_step
+        held: dict[str, float] = {
+            "weights": weights,
+            "gradients": gradients[0],
+            "optimizer": early_state + late_state,
+        }
+        peak = max(peaks[0] + late_state, tracker.peak)
         found.append(Counted(peak, held, dict(tracker.messages), dict(tracker.calls)))
 
     return watch
+
+
+def _state_of_split_masters(trainer: Trainer) -> Iterator[Tensor]:
+    """Yield the lower halves of split masters and the state of their optimizer; nothing if no parameter is split."""
+    for parameter in trainer.model.parameters():
+        if is_split(parameter):
+            yield lower_half(parameter)
+            yield from trainer.optimizers[0].state[parameter].values()
 
 
 def _held(tracker: MemoryTracker, tensors: Iterable[Tensor]) -> int:

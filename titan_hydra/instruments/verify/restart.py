@@ -23,23 +23,24 @@ def restarted(trainer: Trainer, loader: Loader, step: int, job: Job) -> tuple[Tr
     number of random states (0 or 1) that differ from the saved ones. A collective.
     """
     rank = dist.get_rank()
-    place = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(place)
-    folder, config = Path(place[0]), dataclasses.replace(job.checkpoint, name="sync")
+    names = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(names)
+    folder, config = Path(names[0]), dataclasses.replace(job.checkpoint, name="sync")
     run = Run(folder, folder, rank, rank, dist.get_world_size())
-    before = Checkpointer(config, run, trainer.masters.weights, trainer.optimizers)
-    before.save(step, loader.state())
-    before.close()
+    saving = Checkpointer(config, run, trainer.masters.weights, trainer.optimizers)
+    saving.save(step, loader.state())
+    saving.close()
     loader.close()
-    expected = torch.rand(2)
+    # The checkpoint has the state of torch's generator. So after it is loaded, the same numbers have to be drawn again.
+    drawn = torch.rand(2)
     mesh = trainer.mesh if job.parallelism == trainer.job.parallelism else None
     fresh = build(job, trainer.device, mesh)
-    after = Checkpointer(config, run, fresh.masters.weights, fresh.optimizers)
-    _, state = after.resume()
+    loading = Checkpointer(config, run, fresh.masters.weights, fresh.optimizers)
+    _, data_state = loading.resume()
     later = data.build(job, fresh.mesh.data_rank, fresh.mesh.data_ranks)
-    later.load(state)
-    after.close()
-    dist.barrier()
+    later.load(data_state)
+    loading.close()
+    dist.barrier()  # all ranks have read the folder
     if rank == 0:
         shutil.rmtree(folder)
-    return fresh, later, int(not torch.equal(torch.rand(2), expected))
+    return fresh, later, int(not torch.equal(torch.rand(2), drawn))
