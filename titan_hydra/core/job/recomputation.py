@@ -73,8 +73,9 @@ def kept() -> tuple[contextlib.AbstractContextManager[None], contextlib.Abstract
 
 
 @contextlib.contextmanager
-def _keeping(how: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
-    token = _kept.set(how)
+def _keeping(value_of: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    """Let `keep` return value_of(compute) while the block runs, instead of compute()."""
+    token = _kept.set(value_of)
     try:
         yield
     finally:

@@ -158,7 +158,7 @@ def backtest(ladder: Ladder, number: int, draws: int = DRAWS, seed: int = 0) -> 
         )
     chosen = np.random.default_rng(seed).choice(possible, number, replace=False)
     draws_of = [
-        leave_out(ladder, int(one), ladder.flops < ladder.flops[one] * 0.999, draws, seed) for one in sorted(chosen)
+        leave_out(ladder, one, _with_less_compute(ladder, one), draws, seed) for one in sorted(map(int, chosen))
     ]
     return leave_out(ladder, largest, smaller, draws, seed), draws_of
 
@@ -167,10 +167,17 @@ def _predictable(ladder: Ladder) -> Iterator[int]:
     """Yield the cells of the half with more compute that the cells with less compute can predict."""
     import numpy as np
 
-    for one in np.flatnonzero(ladder.flops >= np.median(ladder.flops)):
-        less = ladder.flops < ladder.flops[one] * 0.999
+    for one in map(int, np.flatnonzero(ladder.flops >= np.median(ladder.flops))):
+        less = _with_less_compute(ladder, one)
         if less.sum() >= FEWEST and not why_not(ladder.only(less)):
-            yield int(one)
+            yield one
+
+
+def _with_less_compute(ladder: Ladder, cell: int) -> np.ndarray:
+    """Return for each cell whether it has less compute than this one. Cells with the same compute, but for rounding, have
+    not less.
+    """
+    return ladder.flops < ladder.flops[cell] * 0.999
 
 
 @dataclass(frozen=True)

@@ -71,13 +71,16 @@ def modules_with_tower(config: Model) -> list[str]:
 
 
 def parameters_with_tower(decoder: Callable[[Any], int]) -> Callable[[Any], int]:
-    """Turn a decoder's formula for its number of parameters into that of the decoder with a tower."""
+    """Turn a decoder's formula for its number of parameters into that of the decoder with a tower, whose terms have the
+    names of the modules in model.Tower.
+    """
 
     def parameters(config: Any) -> int:
         tower: Vision = config.vision
-        patches = (3 * tower.patch**2 + 1) * tower.dim + tower.grid**2 * tower.dim + 2 * tower.dim
-        outputs = (tower.dim + 1) * tower.ffn_dim + (tower.ffn_dim + 1) * config.dim
-        return decoder(config) + tower.n_layers * parameters_of_block(tower) + patches + outputs
+        patches, positions = (3 * tower.patch**2 + 1) * tower.dim, tower.grid**2 * tower.dim
+        blocks, norm = tower.n_layers * parameters_of_block(tower), 2 * tower.dim
+        inner, outer = (tower.dim + 1) * tower.ffn_dim, (tower.ffn_dim + 1) * config.dim
+        return decoder(config) + patches + positions + blocks + norm + inner + outer
 
     return parameters
 
