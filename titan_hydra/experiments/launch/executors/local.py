@@ -39,7 +39,7 @@ WAIT = 0.5  # seconds between two tries to lease devices that other runs hold
 class Processes(Executor):
     """Runs each rank in a process of its own. A user's executor for this machine overrides `start`."""
 
-    told = ""  # the last line about runs that hold the devices of a waiting cell
+    shown_holders = ""  # the last printed line about runs that hold the devices of a waiting cell
 
     @property
     def one_cell(self) -> bool:
@@ -118,24 +118,25 @@ class Processes(Executor):
             )
         return (run_side_by_side if self.at_once > 1 else run_one_by_one)(cells, self)
 
-    def try_to_hold(self, cell: Cell, told: bool = False) -> bool:
-        """Lease the devices of a cell if they are free. Return whether they are leased. With `told`, print once which
-        other runs hold them.
+    def try_to_hold(self, cell: Cell, show_holders: bool = False) -> bool:
+        """Lease the devices of a cell if they are free. Return whether the cell may start: it may without a lease if this
+        machine has no devices and no other cells run beside it. With `show_holders`, print once which other runs hold
+        the devices.
         """
         ranks, visible = processes(cell.job), visible_devices()
         if cell.directory in self.leases or (not visible and self.at_once == 1):
             return True
         if lease := take_devices(ranks, cell.directory.name, visible[:ranks] if self.one_cell else visible):
             self.leases[cell.directory] = lease
-            self.told = ""
+            self.shown_holders = ""
             return True
-        if told and (found := who_holds()) and found != self.told:
-            self.told = found
+        if show_holders and (holders := who_holds()) and holders != self.shown_holders:
+            self.shown_holders = holders
             if self.one_cell:
-                print(f"warning: {found}; CUDA_VISIBLE_DEVICES chooses others", file=sys.stderr)
+                print(f"warning: {holders}; CUDA_VISIBLE_DEVICES chooses others", file=sys.stderr)
             else:
                 name, of = cell.directory.name, "" if ranks == len(visible) else f" of {len(visible)}"
-                print(f"{name}: waits for {counted(ranks, 'device')}{of}; {found}", flush=True)
+                print(f"{name}: waits for {counted(ranks, 'device')}{of}; {holders}", flush=True)
         return False
 
     def hold(self, cell: Cell, interrupts: Interrupts | None = None) -> bool:
@@ -144,7 +145,7 @@ class Processes(Executor):
         """
         for tries in count():
             # at first, the holder may be an earlier run of this launcher that is just ending
-            if self.try_to_hold(cell, told=tries > 1) or (self.one_cell and tries > 1):
+            if self.try_to_hold(cell, show_holders=tries > 1) or (self.one_cell and tries > 1):
                 return True
             if interrupts and interrupts.received:
                 return False
@@ -185,10 +186,10 @@ class Processes(Executor):
         return rundir.state_here(directory, attempt)
 
     def cancel(self, rows: list[RunRow], whole: bool) -> Iterable[str]:
-        """Ask the ranks of runs to stop, as Ctrl-C does. For a whole sweep, ask the sweep's launch.py instead, which
-        then also starts no further cells.
+        """Ask the ranks of runs to stop, as Ctrl-C does, and print whom it has asked; yield a line for each run that it
+        cannot ask. For a whole sweep, ask the sweep's launch.py instead, which then also starts no further cells.
         """
-        told = set()
+        signalled = set()
         for row in rows:
             attempt = layout.ATTEMPT.of(row.directory, row.state.attempt)
             launcher = owner_of(row)
@@ -197,9 +198,9 @@ class Processes(Executor):
                 continue
             rundir.mark_cancelled(attempt)
             if whole and alive(launcher) and "ended" not in launcher:
-                if launcher["pid"] not in told:  # a second signal would kill the ranks
+                if launcher["pid"] not in signalled:  # a second signal would kill the ranks
                     os.kill(launcher["pid"], signal.SIGTERM)
-                    told.add(launcher["pid"])
+                    signalled.add(launcher["pid"])
                 whom = "its launcher"
             elif started(attempt):
                 whom = stop(attempt)

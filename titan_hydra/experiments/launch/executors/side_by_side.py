@@ -91,7 +91,7 @@ class Series:
         if attached:
             attempt: Path | None = layout.ATTEMPT.of(cell.directory, state.attempt)
             print(f"{number}{cell.directory.name}: is running, attempt {state.attempt}; attached to it", flush=True)
-        elif not self.executor.try_to_hold(cell, told=not self.running):
+        elif not self.executor.try_to_hold(cell, show_holders=not self.running):
             return False
         else:
             try:
