@@ -91,6 +91,7 @@ class Writer(dcp.FileSystemWriter):
         return future
 
     def _write_own(self) -> None:
+        """Write this rank's own file, if it has one, to the disk and not only to its cache."""
         if self.own:
             name, text = self.own
             with self.fs.create_stream(self.writing / name, "wb") as stream:

@@ -159,7 +159,7 @@ class TokenCrossEntropy(torch.autograd.Function):
         hidden_gradient, weight_gradient = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden), ctx.chunk):
             places = slice(start, start + ctx.chunk)
-            slopes = hidden[places] @ weight.T
+            slopes = hidden[places] @ weight.T  # these are the logits; losses_of replaces them by the losses' slopes
             losses_of(slopes, targets[places].unsqueeze(1), ctx.vocabulary, gradient[places].unsqueeze(1))
             torch.mm(slopes, weight, out=hidden_gradient[places])
             weight_gradient += slopes.T @ hidden[places]

@@ -47,7 +47,9 @@ class FusedLinear(nn.Linear):
 
 @cache
 def projecting(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass whose `project` casts the common input of all projections only once."""
+    """Return a subclass whose `project` computes all of the class's `projections`, and casts their common input only
+    once. The subclass has the name of its class.
+    """
 
     def project(self: Any, x: Tensor | Normed) -> tuple[Tensor, ...]:
         weights = [getattr(self, name).weight for name in kind.projections]
