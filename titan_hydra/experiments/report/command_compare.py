@@ -301,7 +301,8 @@ def modules(a: Side, b: Side) -> Iterator[str]:
         parted = [key for key in first[step] if first[step][key]["hash"] != second[step].get(key, {}).get("hash")]
         if parted:
             key = min(parted, key=lambda key: first[step][key]["order"])
-            ranks = names({other.rank for other in parted if other._replace(rank=key.rank) == key})
+            # all fields but the first, the rank, name the tensor
+            ranks = names({other.rank for other in parted if other[1:] == key[1:]})
             yield f"modules: first differ at step {step}, on {ranks}: {_where_to_look(key)}"
             norms = first[step][key]["norm"], second[step].get(key, {}).get("norm")
             yield f"         norm {norms[0]!r} and {norms[1]!r}; {len(parted)} of {len(first[step])} traced tensors differ in this step"
