@@ -61,6 +61,23 @@ def test_a_step_that_is_not_finite_scales_nothing(tiny, on_ranks):
     on_ranks(1, stays)
 
 
+def test_the_average_is_that_of_scaled_weights(tiny, on_ranks):
+    job = tiny("parallelism=single", "optimizer.qk_clip=0.01", "optimizer.ema_decay=0.5")
+
+    def follows(rank):
+        trainer = build(job, torch.device("cpu"))
+        for weight in trainer.model.parameters():
+            weight.grad = torch.ones_like(weight)
+        for part in trainer.clip.measured.values():
+            part.largest.fill_(7.0)
+        trainer.update(Agreement(torch.ones(()), torch.zeros(2, dtype=torch.float64)))
+        (optimizer,) = trainer.optimizers
+        # the average of one step is its weights
+        assert all(torch.equal(state["ema"], weight) for weight, state in optimizer.state.items())
+
+    on_ranks(1, follows)
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -74,14 +74,18 @@ class Decoder(nn.Module):
         rotary = self.rotary if positions is None else self.rotary[positions]  # computed once for all layers
         h = self.embed(tokens, **own)
         documents = None if ends is None else self.documents(ends, h)
-        for block in self.layers.values():
-            h = block(h, rotary, documents)
-        h = h if self.norm is None else self.norm(h)
+        h = self.run(h, rotary, documents)
         if self.output is None:
             return h
         h = scaled_by(self.output_scale, h)
         # arguments are passed by name, as hooks get only the first positional argument
         return self.output(h) if targets is None else self.output(h, targets=targets)
+
+    def run(self, h: Tensor, rotary: Tensor, documents: Tensor | None) -> Tensor:
+        """Run the blocks and the norm after them."""
+        for block in self.layers.values():
+            h = block(h, rotary, documents)
+        return h if self.norm is None else self.norm(h)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the input of the first block: the embedding of token ids, or, in a later stage, the hidden state

@@ -81,19 +81,19 @@ class SparseModel(Model):
 
 def expert_parameters(config: SparseModel) -> int:
     """Return the number of parameters of all routed experts of the model."""
-    return (config.n_layers - config.first_k_dense_replace) * config.n_experts * 3 * config.dim * config.expert_dim
+    return (config.blocks - config.first_k_dense_replace) * config.n_experts * 3 * config.dim * config.expert_dim
 
 
 def sparse_parameters(config: SparseModel, attention: int) -> int:
     """Return the number of parameters of a model with experts: embedding and head, feed-forwards (dense ones, routers,
     shared and routed experts), `attention` of each block, norms.
     """
-    sparse, dim = config.n_layers - config.first_k_dense_replace, config.dim
+    sparse, dim = config.blocks - config.first_k_dense_replace, config.dim
     ends = config.vocab_size * dim * (1 if config.tie_embeddings else 2)
     shared = 3 * dim * config.expert_dim * config.n_shared_experts
     dense = config.first_k_dense_replace * 3 * dim * config.ffn_width
     feed_forwards = dense + sparse * (config.n_experts * dim + shared) + expert_parameters(config)
-    return ends + feed_forwards + config.n_layers * (attention + 2 * dim) + dim
+    return ends + feed_forwards + config.blocks * (attention + 2 * dim) + dim
 
 
 def shared_linears(config: SparseModel) -> tuple[Linear, ...]:

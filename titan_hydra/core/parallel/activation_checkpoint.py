@@ -91,6 +91,8 @@ def checkpointed(kind: type[nn.Module], method: str, options: dict[str, Any]) ->
     def forward(self, *args, **kwargs):
         return checkpoint(partial(plain, self), *args, **options, **kwargs)
 
+    # a code object of its own, as the compiler limits the number of compilations of each
+    forward.__code__ = forward.__code__.replace(co_name=f"{kind.__name__}_{method}")
     return type(kind.__name__, (kind,), {method: forward, "__module__": kind.__module__})
 
 

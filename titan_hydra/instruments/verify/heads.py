@@ -1,4 +1,4 @@
-"""The cases of QK-clip, against float64. Imports no torch."""
+"""The cases of QK-clip and of multi-token prediction, against float64. Imports no torch."""
 
 from .case import COMPILED, EXACT, HALVED, LATENT, PACKED, SIMPLE, Case, case
 from .continued import COARSE
@@ -14,6 +14,7 @@ TP, PP, CP = (
 )
 FSDP = ("parallelism=fsdp", "data.local_batch=4")
 IN_BF16 = "precision=bf16"
+FURTHER = (*LATENT, "model.n_layers=2", "model.vocab_size=256", "model.mtp=2", "model.mtp_weight=0.7")
 
 # fmt: off
 HEADS: list[Case] = [
@@ -44,5 +45,24 @@ HEADS: list[Case] = [
           ("deepseek_v3, cp 2", CP, LATENTS, EXACT))),
     case("qk_clip, moving average, tp 2, then fsdp 2, against float64", 2, *TP, resumed=True, validated=True, then=FSDP,
          **EXACT | {"base": (*LIMITED, "optimizer.ema_decay=0.6", "validation=on", "validation.ema=true")}),
+
+    *(case(f"mtp 2, {name}, against float64", 4 if "4" in name else 2, *overrides, slow="4" in name,
+           **{"validated": True} | bounds | {"base": (*FURTHER, *base)})
+      for name, overrides, base, bounds in (
+          ("fsdp 2, ep 2, accumulation 2", (*FSDP, "parallelism.ep=2"), (), EXACT),
+          ("tp 2", TP, (), EXACT),
+          ("tp 2, ep 2, loss parallel off, ac full", (*TP, "parallelism.ep=2", "parallelism.loss_parallel=off", "ac=full"), (), EXACT),
+          ("cp 2, allgather", (*CP, "parallelism.cp_rotate=allgather"), (), EXACT),
+          ("cp 2, ulysses, documents", (*CP, "parallelism.cp_rotate=ulysses"),
+           (*PACKED, "model.vocab_size=4096", "model.mtp=1"), EXACT),
+          ("ddp 2, tied embeddings", ("parallelism=ddp", "data.local_batch=8"), ("model.tie_embeddings=true",), EXACT),
+          ("fsdp 2, compile, ac op", (*FSDP, *COMPILED, "ac=op"), (), EXACT),
+          ("fsdp 2, qk_clip, muon", FSDP, ("optimizer.qk_clip=0.045", "optimizer=muon"),
+           EXACT | {"loss": 3e-4, "norm": 3e-3, "weights": 0.5, "routing": False}),
+          ("fsdp 4, tp 2, never reshard", ("parallelism=fsdp_tp", "data.local_batch=8", "parallelism.reshard_after_forward=never"), (),
+           EXACT),
+          *((f"bf16, {layout}", (*overrides, IN_BF16), (), COARSE | {"gradients": 0.2, "weights": 0.3, "routing": False})
+            for layout, overrides in (("fsdp 2", FSDP), ("tp 2", TP), ("cp 2", CP))))),
+    case("mtp 2, fsdp 2, resumed", 2, *FSDP, base=FURTHER, resumed=True),
 ]
 # fmt: on

@@ -21,6 +21,7 @@ from titan_hydra.core.job.config.schema import Job
 
 from .inputs import Order, odd_starts
 from .multipliers import Multipliers, scaled_optimizer
+from .positions import rotate_halves, rotate_pairs
 from .updates import Weights, clip_heads, rate_factor, update
 
 DOUBT = 1e-5  # relative change of a score by which a token may not change its experts, or its choice is in doubt
@@ -34,6 +35,7 @@ class Routed:
     # (whether a token chose an expert, the expert's share of the token's scores), each for all tokens and experts; number
     # of tokens that stand between two experts (`_in_doubt`)
     experts: dict[str, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
+    residual: Tensor | None = None  # the last block's output
     logits: dict[str, list[float]] = field(default_factory=dict)  # the largest logit of each head of attention
 
 
@@ -136,6 +138,7 @@ def mean_loss(weights: Weights, batch: Batch, job: Job) -> tuple[Tensor, Tensor,
     """
     routed = Routed()
     summed, number = summed_loss(weights, batch, job, routed)
+    summed = summed + further_losses(weights, batch.tensors, job, routed)
     layers = routed.experts.values()
     imbalance = sum((_unbalanced(*layer[:2], job.model).mean() for layer in layers), torch.zeros(()))
     return summed / max(number, 1), imbalance, routed
@@ -187,31 +190,77 @@ def forward(
     document; a token attends only to its own document, and positions begin at 0 in each. Stores in `routed`, by layer,
     which experts the router chose and their shares, and the largest logits of attention.
     """
+    places = places_of(x, documents)
+    for layer in range(model.n_layers):
+        x = block_of(weights, f"layers.{layer}", x, places, model, routed, scales)
+    routed.residual = x
+    return rms_norm(x, weights["norm.weight"], model.norm_eps) @ head_of(weights, model).T / scales.width
+
+
+def head_of(weights: Weights, model: Model) -> Tensor:
+    """Return the matrix of the head."""
+    return weights["tok_embeddings.weight" if model.tie_embeddings else "output.weight"]
+
+
+def places_of(x: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the position of each token [batch, seq], and whether it sees each other token [batch, seq, seq]."""
     size, length, _ = x.shape
     places = torch.arange(length)
     positions, sees = places.expand(size, length), (places <= places.unsqueeze(1)).expand(size, length, length)
     if documents is not None:
         same = documents.unsqueeze(2) == documents.unsqueeze(1)
         positions, sees = places - same.int().argmax(-1), sees & same
-    for layer in range(model.n_layers):
-        block = {
-            name.removeprefix(f"layers.{layer}."): value
-            for name, value in weights.items()
-            if name.startswith(f"layers.{layer}.")
-        }
-        attend = latent_attention if "attention.wkv_a.weight" in block else attention
-        h = rms_norm(x, block["attention_norm.weight"], model.norm_eps)
-        y, routed.logits[f"layers.{layer}"] = attend(block, h, positions, sees, model, scales.sharpness)
-        x = x + y / scales.depth
-        h = rms_norm(x, block["ffn_norm.weight"], model.norm_eps)
-        if "feed_forward.router.weight" in block:
-            y, chosen, shares, doubtful = _experts(block, h, model)
-            routed.experts[f"layers.{layer}.feed_forward"] = chosen, shares, doubtful
-        else:
-            y = swiglu(h, *(block[f"feed_forward.{name}.weight"] for name in ("w1", "w2", "w3")))
-        x = x + y / scales.depth
-    head = weights["tok_embeddings.weight" if model.tie_embeddings else "output.weight"]
-    return rms_norm(x, weights["norm.weight"], model.norm_eps) @ head.T / scales.width
+    return positions, sees
+
+
+def block_of(
+    weights: Weights,
+    name: str,
+    x: Tensor,
+    places: tuple[Tensor, Tensor],
+    model: Model,
+    routed: Routed,
+    scales: Multipliers,
+) -> Tensor:
+    """Return the output of one block."""
+    block = {one.removeprefix(f"{name}."): value for one, value in weights.items() if one.startswith(f"{name}.")}
+    attend = latent_attention if "attention.wkv_a.weight" in block else attention
+    h = rms_norm(x, block["attention_norm.weight"], model.norm_eps)
+    y, routed.logits[name] = attend(block, h, *places, model, scales.sharpness)
+    x = x + y / scales.depth
+    h = rms_norm(x, block["ffn_norm.weight"], model.norm_eps)
+    if "feed_forward.router.weight" in block:
+        y, chosen, shares, doubtful = _experts(block, h, model)
+        routed.experts[f"{name}.feed_forward"] = chosen, shares, doubtful
+    else:
+        y = swiglu(h, *(block[f"feed_forward.{one}.weight"] for one in ("w1", "w2", "w3")))
+    return x + y / scales.depth
+
+
+def further_losses(weights: Weights, batch: Weights, job: Job, routed: Routed) -> Tensor | float:
+    """Return the weighted sum of the losses of further predictions (2412.19437, equations 21 to 25). The k-th sees the
+    token k places ahead and predicts the one after. At the last k places, where there is none, it sees token 0.
+    """
+    model: Any = job.model
+    total: Tensor | float = 0.0
+    if model.predictions == 1 or routed.residual is None:
+        return total
+    tokens, labels, documents = batch["tokens"], following(batch), batch.get("documents")
+    h, places = routed.residual, places_of(routed.residual, documents)
+    for k in range(1, model.mtp + 1):
+        name, left = f"layers.{model.n_layers + k - 1}", tokens.shape[1] - k
+        seen = torch.cat((tokens[:, k:], torch.zeros_like(tokens[:, :k])), 1)
+        embedded = rms_norm(weights["tok_embeddings.weight"][seen], weights[f"{name}.enorm.weight"], model.norm_eps)
+        h = torch.cat((embedded, rms_norm(h, weights[f"{name}.hnorm.weight"], model.norm_eps)), -1)
+        h = h @ weights[f"{name}.eh_proj.weight"].T
+        h = block_of(weights, name, h, places, model, routed, Multipliers.of(job))
+        logits = rms_norm(h, weights[f"{name}.head_norm.weight"], model.norm_eps) @ head_of(weights, model).T
+        target = labels[:, k:]
+        if documents is not None:
+            target = target.where(documents[:, k:] == documents[:, :left], -1)
+        logs = logits[:, :left].log_softmax(-1).gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        total = total - model.mtp_weight / model.mtp * (logs * (target >= 0)).sum()
+    return total
 
 
 def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
@@ -258,7 +307,7 @@ def attention(
                 rms_norm(one, block[f"attention.{name}_norm.weight"], model.norm_eps)
                 for name, one in (("q", q), ("k", k))
             )
-        scores = _rotate(q, positions, model) @ _rotate(k, positions, model).transpose(1, 2) * sharpness
+        scores = rotate_halves(q, positions, model) @ rotate_halves(k, positions, model).transpose(1, 2) * sharpness
         scores = scores.masked_fill(~sees, -math.inf)
         largest.append(scores.max().item())
         outputs.append(scores.softmax(-1) @ v)
@@ -344,65 +393,3 @@ def latent_attention(
         largest.append(scores.max().item())
         outputs.append(scores.softmax(-1) @ kv[..., plain:])
     return torch.cat(outputs, -1) @ block["attention.wo.weight"].T, largest
-
-
-def rotate_pairs(x: Tensor, positions: Tensor, model: Sparse) -> Tensor:
-    """Apply rotary positions to one head [batch, seq, width]: neighbouring dimensions form a complex number, which is
-    rotated.
-    """
-    half = x.shape[-1] // 2
-    angles = positions.double().unsqueeze(-1) * torch.tensor(
-        [yarn_frequency(i, half, model) for i in range(half)], dtype=torch.float64
-    )
-    turned = torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * torch.polar(
-        torch.ones_like(angles), angles
-    )
-    return torch.view_as_real(turned).flatten(-2)
-
-
-def yarn_frequency(i: int, half: int, model: Sparse) -> float:
-    """Return the radians per position of the i-th pair with YaRN (arXiv 2309.00071, section 3.2). They are unscaled if
-    the pair rotates more than `beta_fast` times over the original length, divided by the factor if it rotates fewer
-    than `beta_slow` times, and interpolated linearly in between.
-    """
-    value, yarn = model.rope_theta ** (-i / half), model.yarn
-    if yarn.factor == 1:
-        return value
-    # indices of the pairs that rotate beta_fast and beta_slow times
-    fast, slow = (
-        half * math.log(yarn.original_max_seq_len / (2 * math.pi * turns), model.rope_theta)
-        for turns in (yarn.beta_fast, yarn.beta_slow)
-    )
-    fast, slow = max(math.floor(fast), 0), min(math.ceil(slow), 2 * half - 1)
-    stretched = min(max((i - fast) / max(slow - fast, 1e-3), 0), 1)
-    return value * (1 - stretched + stretched / yarn.factor)
-
-
-# --- rotary positions of the other families
-# -----------------------------------------------------------------------------------
-
-
-def _rotate(x: Tensor, positions: Tensor, model: Model) -> Tensor:
-    """Apply rotary positions (arXiv 2104.09864) to one head [batch, seq, width]; dimensions i and i + width / 2 are a
-    pair.
-    """
-    half = x.shape[-1] // 2
-    angles = positions.double().unsqueeze(-1) * torch.tensor(
-        [frequency(i, half, model) for i in range(half)], dtype=torch.float64
-    )
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
-
-
-def frequency(i: int, half: int, model: Model) -> float:
-    """Return the radians per position of the i-th pair, with Llama 3.1's scaling of the low frequencies."""
-    value, scaling = model.rope_theta ** (-i / half), getattr(model, "rope_scaling", None)
-    length = 2 * math.pi / value
-    if scaling is None or scaling.factor == 1 or length < scaling.original_max_seq_len / scaling.high_freq_factor:
-        return value
-    if length > scaling.original_max_seq_len / scaling.low_freq_factor:
-        return value / scaling.factor
-    smooth = (scaling.original_max_seq_len / length - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    return (1 - smooth) * value / scaling.factor + smooth * value

@@ -46,6 +46,16 @@ class Model:
         return False
 
     @property
+    def blocks(self) -> int:
+        """The number of blocks. A family may have more than those that predict the next token."""
+        return self.n_layers
+
+    @property
+    def predictions(self) -> int:
+        """The number of tokens that are predicted at each place in training."""
+        return 1
+
+    @property
     def causal(self) -> bool:
         """Whether each token attends only to itself and to earlier tokens."""
         return True

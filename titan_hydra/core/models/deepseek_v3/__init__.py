@@ -2,7 +2,7 @@
 
 from titan_hydra.core.job.config.family import Family, causal_keys, decoder_role, register
 
-from .config import DeepSeekV3Config, flops, latent_clipped, linears, parameters
+from .config import DeepSeekV3Config, faults_of_further_predictions, flops, latent_clipped, linears, parameters
 
 register(
     Family(
@@ -17,5 +17,6 @@ register(
         role=decoder_role,
         attended=causal_keys,
         clipped=latent_clipped,
+        faults=faults_of_further_predictions,
     )
 )

@@ -43,7 +43,30 @@ class DeepSeekV3Config(SparseModel):
         ..., "width of the part of a query that is rotated, and of the rotated key that all heads share", WIDTH
     )
     v_head_dim: int = key(..., "width of a head's value", WIDTH)
+    mtp: int = key(
+        0,
+        "number of further tokens that are predicted at each place in training, each by a block of its own after the "
+        "model's (multi-token prediction, arXiv 2412.19437, section 2.2)",
+        Interval(0, 16),
+        identity="if set",
+    )
+    mtp_weight: float = key(
+        0.3,
+        "weight of the mean loss of these predictions; DeepSeek-V3 had 0.3, and 0.1 at the end",
+        NOT_NEGATIVE,
+        identity="if set",
+    )
     yarn: Yarn = key(Yarn, "YaRN: scales rotary frequencies for longer sequences than in pre-training")
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks, with those of multi-token prediction."""
+        return self.n_layers + self.mtp
+
+    @property
+    def predictions(self) -> int:
+        """The number of predictions at each place in training."""
+        return 1 + self.mtp
 
     @property
     def head_width(self) -> int:
@@ -56,7 +79,8 @@ class DeepSeekV3Config(SparseModel):
         return self.v_head_dim
 
     def arithmetic(self) -> dict[str, Any]:
-        return super().arithmetic() | {"n_kv_heads": None, "yarn": self.yarn if self.yarn.factor != 1 else None}
+        own = {"mtp": None, "mtp_weight": None}
+        return super().arithmetic() | own | {"n_kv_heads": None, "yarn": self.yarn if self.yarn.factor != 1 else None}
 
     def faults(self) -> Iterator[Fault]:
         """Every head has its own key, whose rotated part has an even width."""
@@ -104,7 +128,7 @@ def parameters(config: DeepSeekV3Config) -> int:
     of_heads = heads * (
         config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim) + config.v_head_dim * config.dim
     )
-    return sparse_parameters(config, from_stream + latent + of_heads)
+    return sparse_parameters(config, from_stream + latent + of_heads) + config.mtp * (2 * config.dim + 3) * config.dim
 
 
 def flops(config: DeepSeekV3Config, seq_len: int, parameters: int) -> int:
@@ -112,8 +136,29 @@ def flops(config: DeepSeekV3Config, seq_len: int, parameters: int) -> int:
     two matmuls of attention in each head.
     """
     lookups = 0 if config.tie_embeddings else config.vocab_size * config.dim
-    products = 6 * config.n_layers * config.n_heads * (config.head_width + config.v_head_dim) * seq_len
-    return 6 * (active_parameters(config, parameters) - lookups) + products
+    heads = config.mtp * config.vocab_size * config.dim  # the head is multiplied again for each further prediction
+    products = 6 * config.blocks * config.n_heads * (config.head_width + config.v_head_dim) * seq_len
+    return 6 * (active_parameters(config, parameters) - lookups + heads) + products
+
+
+def faults_of_further_predictions(job: Any) -> Iterator[Fault]:
+    """What multi-token prediction cannot be combined with: its blocks need the embedding and the last block's output on
+    one rank, and tokens further ahead, which only plain text has.
+    """
+    if not job.model.mtp:
+        return
+    whys = {
+        f"parallelism.pp={job.parallelism.pp} has embedding and head on different ranks": job.parallelism.pp > 1,
+        f"objective={job.objective.name} gives no tokens further ahead": job.objective.name != "language",
+        f"loss={job.loss.name} weighs all predictions alike": job.loss.name != "cross_entropy",
+        f"adapter={job.adapter.name} has no place in its blocks": job.adapter.name != "none",
+        f"parametrization={job.parametrization.name} has no scales for its blocks": job.parametrization.name
+        != "standard",
+        f"fault_tolerance={job.fault_tolerance.name} knows only the model's blocks": job.fault_tolerance.name != "off",
+        f"data.seq_len={job.data.seq_len} has no token so far ahead": job.data.seq_len <= job.model.mtp,
+    }
+    if why := next((why for why, holds in whys.items() if holds), None):
+        yield Fault("model.mtp", job.model.mtp, why, legal=(0,))
 
 
 def linears(config: DeepSeekV3Config) -> tuple[Linear, ...]:

@@ -1,14 +1,17 @@
-"""DeepSeek-V3 (arXiv 2412.19437): attention from latents, experts in all but the first blocks."""
+"""DeepSeek-V3 (arXiv 2412.19437): attention from latents, experts in all but the first blocks, and blocks that predict
+tokens further ahead (MTP).
+"""
 
 from __future__ import annotations
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_hydra.core.models.layers import SDPA, Decoder, rotate
-from titan_hydra.core.models.moe import set_experts
+from titan_hydra.core.models.layers import SDPA, Block, Decoder, rotate
+from titan_hydra.core.models.moe import plain, set_experts
 
 from .config import DeepSeekV3Config, Yarn
 
@@ -16,18 +19,78 @@ LATENT_EPS = 1e-6  # epsilon of the latents' norms, which in DeepSeek's code doe
 
 
 class DeepSeekV3(Decoder):
-    """Token ids [batch, seq] to logits [batch, seq, vocab]."""
+    """Token ids [batch, seq] to logits [batch, seq, vocab].
+
+    With model.mtp, the blocks after the first n_layers predict further tokens, in training only: the logits of all
+    predictions are then [(1 + mtp) * batch, seq, vocab], those of the next token first.
+    """
 
     def __init__(self, config: DeepSeekV3Config, seq_len: int):
         super().__init__(config, seq_len)
+        self.layers.update({str(config.n_layers + number): AheadBlock(config) for number in range(config.mtp)})
         for block in self.layers.values():
             block.attention = LatentAttention(config)
         set_experts(self.layers, config)
+
+    def embed(self, tokens: Tensor, ahead: Tensor | None = None) -> Tensor:
+        """Return the embeddings of tokens and, in training, those of the tokens 1 to mtp places `ahead` [batch, seq, mtp]
+        of each, one after the other along the batch: the embedding is called once, as FSDP expects.
+        """
+        if ahead is not None and self.training:
+            tokens = torch.cat((tokens, *ahead.unbind(-1)))
+        return super().embed(tokens)
+
+    def run(self, h: Tensor, rotary: Tensor, documents: Tensor | None) -> Tensor:
+        if not self.config.mtp:
+            return super().run(h, rotary, documents)
+        main, further = self.config.n_layers, self.config.mtp if self.training else 0
+        h, *embedded = h.chunk(1 + further)
+        blocks = list(self.layers.values())
+        for block in blocks[:main]:
+            h = block(h, rotary, documents)
+        outputs = [self.norm(h)]
+        for block, own in zip(blocks[main : main + further], embedded, strict=True):
+            h, normed = block(h, rotary, documents, own)
+            outputs.append(normed)
+        return torch.cat(outputs)
 
     def frequencies(self, device: torch.device | None = None) -> Tensor:
         width = self.config.qk_rope_head_dim
         pairs = torch.arange(0, width, 2, device=device, dtype=torch.float32)
         return yarn_of(1.0 / self.config.rope_theta ** (pairs / width), self.config.rope_theta, self.config.yarn)
+
+
+class AheadBlock(Block):
+    """A block of multi-token prediction (arXiv 2412.19437, section 2.2): its input is a projection of the last block's
+    output and of the embedding of a token further ahead. Embedding and head are those of the model.
+    """
+
+    def __init__(self, config: DeepSeekV3Config):
+        super().__init__(config)
+        self.enorm, self.hnorm, self.head_norm = (nn.RMSNorm(config.dim, eps=config.norm_eps) for _ in range(3))
+        self.eh_proj = Joined(config.dim)
+
+    def forward(
+        self, x: Tensor, rotary: Tensor, documents: Tensor | None = None, embedded: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer on the outputs x of the block before and on embeddings, both [batch, seq, dim]. Return its output
+        as it is and as the head takes it.
+        """
+        joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(x)), -1))
+        y = super().forward(joined, rotary, documents)
+        return y, self.head_norm(y)
+
+
+class Joined(nn.Module):
+    """A linear from two widths to one. It is not an nn.Linear, as number formats would convert it."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, 2 * dim))
+        self.read = plain
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.read(self.weight))
 
 
 class LatentAttention(nn.Module):

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 from titan_hydra.core.job.config.schema import Parallelism
 from titan_hydra.core.models.llama3 import sharding as llama3
 from titan_hydra.core.parallel.plans import Linears, Plan, with_experts
-from titan_hydra.core.parallel.whole import Norm, SummedGradient, Whole
+from titan_hydra.core.parallel.whole import Norm, SplitTokens, SummedGradient, Whole
 
 
 def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
@@ -34,5 +34,11 @@ def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
         "attention.wkv_b": linears.colwise(),
         "attention.shared_key": SummedGradient(),
     }
+    further = {
+        "enorm": norm,
+        "hnorm": norm,
+        "eh_proj": SplitTokens(norm.reduce_dtype) if config.sequence_parallel else Whole(),
+        "head_norm": norm,
+    }
     block = {name: style for name, style in like.block.items() if name not in ("attention.wk", "attention.wv")}
-    return with_experts(Plan(like.around, block | attention), norm)
+    return with_experts(Plan(like.around, block | attention | further), norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ class Language(Objective):
         "positions": Dims(sequence=1),
         "documents": Dims(host=True),
         "ends": Dims(),
+        "ahead": Dims(sequence=1),
+        "ahead_labels": Dims(sequence=1),
     }
 
     def blank_sample(self) -> Sample:
@@ -41,26 +44,36 @@ class Language(Objective):
         return self.assembled(cut(tokens, separators if self.job.data.document_mask else None, numbered))
 
     def assembled(self, arrays: dict[str, np.ndarray]) -> Batch:
-        """Return arrays as a batch, with positions added if context parallelism needs them."""
+        """Return arrays as a batch, with positions if context parallelism needs them, and what further predictions need."""
         # without `positions`, the model would number each rank's part of a sequence from 0
         if self.job.parallelism.cp > 1 and "positions" not in arrays:
             arrays["positions"] = np.broadcast_to(np.arange(arrays["tokens"].shape[1]), arrays["tokens"].shape).copy()
+        if depth := self.job.model.predictions - 1:
+            arrays |= further(arrays, depth)
         return Batch({name: torch.from_numpy(array) for name, array in arrays.items()}, self.dims)
 
     def count(self, batch: Tensors) -> torch.Tensor:
         return (batch["labels"] != IGNORED).sum()
 
     def inputs(self, batch: Tensors) -> tuple[torch.Tensor, Tensors]:
-        others: Tensors = {name: batch[name] for name in ("positions", "ends") if name in batch}
+        others: Tensors = {name: batch[name] for name in ("positions", "ends", "ahead") if name in batch}
         if self.job.loss.name == "linear_cross_entropy":
             others["targets"] = batch["labels"]
         return batch["tokens"], others
 
     def loss(self, output: torch.Tensor, batch: Tensors) -> torch.Tensor:
         """Return the summed loss. With linear_cross_entropy, the head has already computed it from the targets
-        (core/parallel/loss_head.py).
+        (core/parallel/loss_head.py). In training, further predictions (model.mtp) follow along the batch.
         """
-        return output if self.job.loss.name == "linear_cross_entropy" else cross_entropy(output, batch["labels"])
+        if self.job.loss.name == "linear_cross_entropy":
+            return output
+        labels = batch["labels"]
+        if len(output) == len(labels):
+            return cross_entropy(output, labels)
+        model: Any = self.job.model
+        main, others = output.split([len(labels), len(output) - len(labels)])
+        later = cross_entropy(others, torch.cat(batch["ahead_labels"].unbind(-1)))
+        return cross_entropy(main, labels) + model.mtp_weight / model.mtp * later
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -115,6 +128,22 @@ def ends_of(documents: np.ndarray) -> np.ndarray:
     row, place = last.nonzero()
     ends[row, number[row, place] - 1] = place + 1
     return ends
+
+
+def further(arrays: Mapping[str, np.ndarray], depth: int) -> dict[str, np.ndarray]:
+    """Return for each place of samples [n, seq] the tokens 1 to `depth` places ahead, and the label of each: the token
+    that follows it. A label does not count if it is behind the sample's last label or in another document.
+    """
+    tokens, labels = arrays["tokens"], arrays["labels"]
+    documents = arrays.get("documents", np.zeros_like(tokens))
+    ahead = np.zeros((*tokens.shape, depth), np.int64)
+    later = np.full((*tokens.shape, depth), IGNORED, np.int64)
+    for number in range(depth):
+        left = tokens.shape[1] - number - 1
+        ahead[:, :left, number] = tokens[:, number + 1 :]
+        same = documents[:, number + 1 :] == documents[:, :left]
+        later[:, :left, number] = np.where(same, labels[:, number + 1 :], IGNORED)
+    return {"ahead": ahead, "ahead_labels": later}
 
 
 def _begins(tokens: np.ndarray, bos: int | None, eos: int | None) -> np.ndarray:
