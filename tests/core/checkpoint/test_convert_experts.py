@@ -251,12 +251,26 @@ def test_any_part_of_a_tensor_can_be_read(float8, tmp_path):
             assert torch.equal(target, whole[tuple(slice(at, at + many) for at, many in zip(begin, size, strict=True))])
 
 
-def test_the_blocks_that_predict_further_tokens_are_left_out(tmp_path):
+def test_the_blocks_that_predict_further_tokens_have_deepseeks_names(tmp_path):
+    model, folder = exported(deepseek(mtp=2), tmp_path)
+    tensors, block = load_file(folder / "model.safetensors"), "model.layers.4."
+    for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "self_attn.kv_b_proj", "mlp.experts.0.up_proj"):
+        assert f"{block}{name}.weight" in tensors
+    assert torch.equal(tensors[f"{block}embed_tokens.weight"], model.tok_embeddings.weight)
+    assert torch.equal(tensors["model.layers.3.shared_head.head.weight"], model.output.weight)
+    assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == 2
+    again = imported(folder, tmp_path / "checkpoint")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name
+
+
+def test_the_blocks_that_predict_further_tokens_may_be_missing(tmp_path):
     model, folder = exported(deepseek(), tmp_path)
     rewrite(folder, lambda tensors: tensors | {"model.layers.3.eh_proj.weight": torch.zeros(64, 128)})
     with pytest.raises(ConfigError, match=r"model\.layers\.3\.eh_proj\.weight has no place in the model"):
         titan_checkpoint("import", folder, tmp_path / "checkpoint")
-    change(folder, num_nextn_predict_layers=1)
+    rewrite(folder, lambda tensors: {name: one for name, one in tensors.items() if "eh_proj" not in name})
+    change(folder, num_nextn_predict_layers=1)  # as Hugging Face's library saves a model that had the block
     assert torch.equal(
         imported(folder, tmp_path / "checkpoint").layers["2"].attention.wo.weight, model.layers["2"].attention.wo.weight
     )

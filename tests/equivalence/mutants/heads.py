@@ -1,4 +1,4 @@
-"""Mutants of QK-clip. Imports no torch."""
+"""Mutants of QK-clip and of multi-token prediction. Imports no torch."""
 
 from .mutant import Mutant
 
@@ -10,6 +10,9 @@ ACCUMULATED, SPLIT, OWN = (
 )
 RING = "qk_clip, cp 2, allgather, against float64"
 LATENT = "qk_clip, deepseek_v3, tp 2, no latent of queries, against float64"
+FURTHER, FURTHER_TP = "mtp 2, fsdp 2, ep 2, accumulation 2, against float64", "mtp 2, tp 2, against float64"
+OBJECTIVE, MODEL = "core/train/objectives/language.py", "core/models/deepseek_v3/model.py"
+AHEAD = "tests/core/train/test_mtp.py"
 TESTS = "tests/core/train/test_qk_clip.py"
 
 # fmt: off
@@ -42,6 +45,26 @@ MUTANTS = [
            "        if job.optimizer.ema_decay:\n            ema.follow_weights(optimizers, job.optimizer.ema_decay)\n"
            "        if clip is not None:\n            clip.follow(optimizers)\n",
            "The average follows weights that no step uses.", (), (TESTS,)),
+    # multi-token prediction
+    Mutant("the blocks ahead see the next token again", "any", OBJECTIVE, "tokens[:, number + 1 :]", "tokens[:, number : number + left]",
+           "Each block ahead gets the embedding of the token before.", (FURTHER,)),
+    Mutant("the blocks ahead predict what they see", "any", OBJECTIVE, "labels[:, number + 1 :], IGNORED)", "labels[:, number : number + left], IGNORED)",
+           "The label is the token whose embedding is given.", (FURTHER,)),
+    Mutant("labels ahead cross documents", "any", OBJECTIVE, "np.where(same, labels", "np.where(same | True, labels",
+           "A document's last tokens predict those of the next.", (), (AHEAD,)),
+    Mutant("the weight is not divided by the depth", "any", OBJECTIVE, "model.mtp_weight / model.mtp", "model.mtp_weight",
+           "Further losses are summed and not averaged.", (FURTHER,)),
+    Mutant("the blocks ahead follow the norm", "any", MODEL, "        outputs = [self.norm(h)]\n",
+           "        h = self.norm(h)\n        outputs = [h]\n", "The representation is that of the head.", (FURTHER,)),
+    Mutant("every block ahead follows the model's last", "any", MODEL, "            h, normed = block(", "            _, normed = block(",
+           "The causal chain of predictions is cut.", (FURTHER,)),
+    Mutant("embedding and output are exchanged", "any", MODEL, "(self.enorm(embedded), self.hnorm(x))", "(self.hnorm(x), self.enorm(embedded))",
+           "Exports have the columns in another order than DeepSeek's.", (FURTHER,)),
+    Mutant("the projection's gradient is that of one rank's tokens", "tp", "core/models/deepseek_v3/sharding.py",
+           "SplitTokens(norm.reduce_dtype) if config.sequence_parallel else Whole()", "Whole()",
+           "Tensor-parallel ranks train different projections.", (FURTHER_TP,)),
+    Mutant("validations have further losses", "any", MODEL, "self.config.mtp if self.training else 0", "self.config.mtp",
+           "The held-out loss is another one.", (), (AHEAD,)),
     Mutant("validations are measured", "any", MEASURED, "        if self.training:\n", "        if True:\n",
            "Held-out samples decide what is scaled.", (), (TESTS,)),
 ]

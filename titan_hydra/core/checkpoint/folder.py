@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,16 @@ class Folder:
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{config_file}: has a value of another type than its key takes ({error})") from error
         self.hf = self.hf.of(self.config)
-        # Blocks of multi-token prediction, which no model here has, are numbered after the model's blocks.
+        # Blocks of multi-token prediction, which a model may lack, are numbered after the model's blocks.
         layers = self.config.n_layers
         self.unused = tuple(
             f"model.layers.{layers + number}." for number in range(content.get("num_nextn_predict_layers") or 0)
         )
         self.block = block_of(content.get("quantization_config"), config_file)
         self.files = weight_files(source, self.hf.files)
+        # Hugging Face's library names these blocks in config.json, but does not save them.
+        if self.config.predictions > 1 and not any(name.startswith(self.unused) for name in self.files):
+            self.config = replace(self.config, mtp=0)  # type: ignore[call-arg]  # a key of families that have them
 
     def dtypes(self, state: dict[str, Tensor]) -> dict[str, torch.dtype]:
         """Return the dtype in which each tensor of a model is stored; bfloat16 for float8. Raises ConfigError if a tensor

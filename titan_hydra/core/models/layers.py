@@ -71,7 +71,7 @@ class Decoder(nn.Module):
         document. `targets` [batch, seq] are passed to an `output` that accepts them, which then returns the loss.
         Families with further inputs override `embed`.
         """
-        rotary = self.rotary if positions is None else self.rotary[positions]  # computed once for all layers
+        rotary: Any = self.rotary if positions is None else self.rotary[positions]  # computed once for all layers
         h = self.embed(tokens, **own)
         documents = None if ends is None else self.documents(ends, h)
         h = self.run(h, rotary, documents)

@@ -192,7 +192,7 @@ def forward(
     """
     places = places_of(x, documents)
     for layer in range(model.n_layers):
-        x = block_of(weights, f"layers.{layer}", x, places, model, routed, scales)
+        x = output_of_block(weights, f"layers.{layer}", x, places, model, routed, scales)
     routed.residual = x
     return rms_norm(x, weights["norm.weight"], model.norm_eps) @ head_of(weights, model).T / scales.width
 
@@ -213,7 +213,7 @@ def places_of(x: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
     return positions, sees
 
 
-def block_of(
+def output_of_block(
     weights: Weights,
     name: str,
     x: Tensor,
@@ -253,7 +253,7 @@ def further_losses(weights: Weights, batch: Weights, job: Job, routed: Routed) -
         embedded = rms_norm(weights["tok_embeddings.weight"][seen], weights[f"{name}.enorm.weight"], model.norm_eps)
         h = torch.cat((embedded, rms_norm(h, weights[f"{name}.hnorm.weight"], model.norm_eps)), -1)
         h = h @ weights[f"{name}.eh_proj.weight"].T
-        h = block_of(weights, name, h, places, model, routed, Multipliers.of(job))
+        h = output_of_block(weights, name, h, places, model, routed, Multipliers.of(job))
         logits = rms_norm(h, weights[f"{name}.head_norm.weight"], model.norm_eps) @ head_of(weights, model).T
         target = labels[:, k:]
         if documents is not None:

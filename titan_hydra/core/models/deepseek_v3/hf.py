@@ -4,9 +4,11 @@ neighbouring pairs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.models.hf import (
@@ -32,6 +34,10 @@ NAMES = (
         "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
         "attention.kv_norm": "self_attn.kv_a_layernorm",
         "attention.wkv_b": "self_attn.kv_b_proj",
+        "enorm": "enorm",
+        "hnorm": "hnorm",
+        "eh_proj": "eh_proj",
+        "head_norm": "shared_head.norm",
     }
 )
 SAME = (  # keys that have Hugging Face's names
@@ -79,7 +85,7 @@ def to_config(config: DeepSeekV3Config, dtype: torch.dtype) -> dict:
             "n_shared_experts": config.n_shared_experts,
             "q_lora_rank": config.q_lora_rank or None,
             "head_dim": config.qk_rope_head_dim,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": config.mtp,
             "rope_scaling": None if config.yarn.factor == 1 else _scaling(config.yarn),
         }
     )
@@ -112,6 +118,7 @@ def from_config(data: dict, file: Path) -> DeepSeekV3Config:
         router="sigmoid",
         n_shared_experts=data.get("n_shared_experts") or 0,
         q_lora_rank=data.get("q_lora_rank") or 0,
+        mtp=data.get("num_nextn_predict_layers") or 0,
         router_bias_update_rate=BIAS_UPDATE_RATE,
         yarn=_yarn(rope_of(data, file), file),
     )
@@ -135,4 +142,27 @@ def _yarn(rope: dict, file: Path) -> Yarn:
     )
 
 
-HF = HuggingFace("deepseek_v3", NAMES, to_config, from_config)
+@dataclass(frozen=True)
+class DeepSeekFormat(HuggingFace):
+    """DeepSeek's own format: each block of multi-token prediction, after the model's blocks, has copies of embedding and
+    head. An import reads the model's.
+    """
+
+    further: tuple[int, ...] = ()  # the numbers of these blocks
+    head: str = "output.weight"  # the parameter that is the head
+
+    def of(self, config: DeepSeekV3Config) -> HuggingFace:
+        """Return the record with the numbers of the model's further blocks."""
+        head = "tok_embeddings.weight" if config.tie_embeddings else "output.weight"
+        return replace(self, further=tuple(range(config.n_layers, config.blocks)), head=head)
+
+    def parts(self, fqn: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that are written for `fqn`, by name, with the copies of embedding and head."""
+        found = super().parts(fqn, tensor)
+        for name, source in (("embed_tokens", "tok_embeddings.weight"), ("shared_head.head", self.head)):
+            if fqn == source:
+                found |= {f"model.layers.{number}.{name}.weight": tensor.clone() for number in self.further}
+        return found
+
+
+HF = DeepSeekFormat("deepseek_v3", NAMES, to_config, from_config)

@@ -70,8 +70,8 @@ class AheadBlock(Block):
         self.enorm, self.hnorm, self.head_norm = (nn.RMSNorm(config.dim, eps=config.norm_eps) for _ in range(3))
         self.eh_proj = Joined(config.dim)
 
-    def forward(
-        self, x: Tensor, rotary: Tensor, documents: Tensor | None = None, embedded: Tensor | None = None
+    def forward(  # type: ignore[override]  # only `DeepSeekV3.run` calls it
+        self, x: Tensor, rotary: Tensor, documents: Tensor | None, embedded: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Run the layer on the outputs x of the block before and on embeddings, both [batch, seq, dim]. Return its output
         as it is and as the head takes it.
