@@ -73,7 +73,7 @@ class Tree(nn.Module):
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], frozen: Tree | None = None):
         super().__init__()
-        self.__dict__["frozen"] = frozen
+        self.__dict__["frozen"] = frozen  # nn.Module's own __setattr__ would make it a submodule
         for name, tensor in tensors.items():
             *path, leaf = name.split(".")
             place: nn.Module = self

@@ -66,6 +66,7 @@ def averaged_weights(model: nn.Module, optimizers: Optimizers) -> Iterator[None]
 
 @torch.no_grad()
 def _swap(model: nn.Module, optimizers: Optimizers) -> None:
+    """Exchange each weight with its average."""
     for optimizer in optimizers:
         states: dict[Any, Any] = optimizer.state
         for parameter, state in states.items():

@@ -33,12 +33,13 @@ def with_predictions(report: Report) -> Report:
     rates = layout.RATES.read(report.selection.manifest) if report.selection.manifest else {}
     found = [prediction(row.cell.directory, rates) for row in report.own]
     if not any(isinstance(one, Prediction) for one in found):
-        raise ConfigError(f"--predicted: {found[0]}")
-    rows = [
+        raise ConfigError(f"--predicted: {found[0]}")  # the reason why the first run cannot be predicted
+    own = [
         replace(row, prediction=one if isinstance(one, Prediction) else None)
         for row, one in zip(report.own, found, strict=True)
     ]
-    return replace(report, rows=[*rows, *report.rows[len(rows) :]])
+    foreign = report.rows[len(own) :]
+    return replace(report, rows=[*own, *foreign])
 
 
 def prediction(directory: Path, rates: dict[str, Any]) -> Prediction | str:

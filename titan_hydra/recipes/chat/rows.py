@@ -240,12 +240,16 @@ def place_of_rows(key: str, source: schema.Source, split: str) -> tuple[str, str
 
 def open_rows(key: str, source: schema.Source, wanted: Wanted) -> Records | HubRecords:
     """Open the files, or the dataset, of a split. Raises ConfigError if there is no row in them."""
-    lines = of_hub(key, source, wanted.split)
-    place = place_of_rows(key, source, wanted.split)
-    lines = lines or Records(files.require(*place, SUFFIXES), wanted.bad)
-    if not len(lines):
-        raise ConfigError("{}={}: no row in it".format(*place))
-    return lines
+    rows: Records | HubRecords
+    dataset = of_hub(key, source, wanted.split)
+    if dataset is not None:
+        rows, where = dataset, f"{key}.path={dataset.where}"
+    else:
+        named, path = place_of_rows(key, source, wanted.split)
+        rows, where = Records(files.require(named, path, SUFFIXES), wanted.bad), f"{named}={path}"
+    if not len(rows):
+        raise ConfigError(f"{where}: no row in it")
+    return rows
 
 
 def of_hub(key: str, source: schema.Source, split: str) -> HubRecords | None:
