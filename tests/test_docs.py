@@ -1,9 +1,12 @@
 """The pages of this repository are true as far as a test can tell: links lead somewhere, keys and options exist."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from titan_hydra import cli
 from titan_hydra.experiments.compose import describe
@@ -155,3 +158,30 @@ def test_an_unknown_name_is_found(tmp_path):
         "\n| there | here |\n|---|---|\n| `model.theirs` | `data.path` |\n| `a` | `model.ours` |\n"
     )
     assert unknown_names(page) == {"data.paht", "parallelism=fspd", "compile=on", "model.ours"}
+
+
+OVERRIDE = re.compile(r"""[+~'"]*[a-z_]+(\.[a-z_]+)*=\S""")
+
+
+def unreadable(page: Path) -> list[str]:
+    """Return the overrides in a page's text that Hydra cannot read once the shell has taken the quotes off."""
+    code = re.findall(r"`([^`]+)`", re.sub("^```.*?^```", "", page.read_text(), flags=re.S | re.M))
+    words = [word for part in code if OVERRIDE.match(part) for word in shlex.split(part)]
+    found = []
+    for word in filter(OVERRIDE.match, words):
+        try:
+            OverridesParser.create().parse_override(word)
+        except HydraException:
+            found.append(word)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_hydra_reads_what_the_text_shows(page):
+    assert unreadable(page) == []
+
+
+def test_an_override_that_hydra_cannot_read_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("`seed=1` `a.b=[c=1]` `\"a.b=['c=1']\"`\n\n```sh\na.b=[c=1]\n```\nTwo `lines\nof` `a.b=;`\n")
+    assert unreadable(page) == ["a.b=[c=1]", "a.b=;"]
