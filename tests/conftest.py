@@ -128,6 +128,7 @@ LONG = (
     "slurm/test_accidents.py",
     "slurm/test_failures.py",
     "slurm/test_owners.py",
+    "slurm/test_places.py",
     "slurm/test_preemption.py",
     "slurm/test_sweeps.py",
     "core/train/test_experts_run.py",

@@ -34,6 +34,7 @@ class Cluster:
         name: str = "fake",
         enforce: str = "",
         timeouts: str = "short",
+        binding: str = "none",
         nodes: int = NODES,
         gpus: int = GPUS,
     ) -> None:
@@ -49,6 +50,7 @@ class Cluster:
             "SLURM_CLUSTER": name,
             "SLURM_ENFORCE": enforce,
             "SLURM_TIMEOUTS": timeouts,
+            "SLURM_BINDING": binding,
             "SLURM_CONF": f"{self.home}/etc/slurm.conf",
             "PATH": f"{self.home}/bin:{os.environ['PATH']}:/usr/sbin:/sbin",
         }

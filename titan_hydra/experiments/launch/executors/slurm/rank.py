@@ -1,5 +1,8 @@
 """The entry point of a rank that srun has started: python -m titan_hydra.experiments.launch.executors.slurm.rank RUN ATTEMPT
 
+SLURM's step daemon does here what executors/supervisor.py does elsewhere: only the daemon can bind each rank to its own
+cores, memory and GPUs (tests/slurm/test_places.py).
+
 If something kills the job's batch script, SLURM ends the job as FAILED and asks its ranks to stop, and the script cannot
 requeue the job any more. So rank 0 has a child process that does this.
 """

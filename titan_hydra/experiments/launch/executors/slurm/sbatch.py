@@ -286,7 +286,7 @@ class SlurmBatch(SlurmExecutor):
             "signal_delay_s": cluster.warning_seconds(shape.time_minutes),
             "use_srun": False,
             "stderr_to_stdout": True,
-            "setup": self.setup(),
+            "setup": self.setup(shape),
         }
         self.update_parameters(**{key: value for key, value in settings.items() if value is not None})
         self.parameters["additional_parameters"] = self.flags(shape, cluster)
@@ -312,16 +312,15 @@ class SlurmBatch(SlurmExecutor):
             **{key.replace("-", "_"): value for key, value in cluster.sbatch.items()},
         }
 
-    def setup(self) -> list[str]:
+    def setup(self, shape: JobShape) -> list[str]:
         """Return the shell lines that the batch script runs before its ranks start."""
         paths = f"{':'.join(shlex.quote(str(path)) for path in self.paths)}${{PYTHONPATH:+:$PYTHONPATH}}"
         cores = self.cluster.cpus_per_task
         return [
             # The ranks get this script's environment, even if the site submits scripts with --export=NONE.
-            "unset SRUN_EXPORT_ENV SRUN_CPUS_PER_TASK",
+            f"unset SRUN_EXPORT_ENV SRUN_CPUS_PER_TASK{' SLURM_CPUS_PER_TASK' if shape.fewest else ''}",
             f"export SLURM_EXPORT_ENV=ALL PYTHONPATH={paths} PYTHONSAFEPATH=1",
-            # both are set: srun before SLURM 22.05 reads the second variable, to which an elastic job gives the cores
-            # of a whole node
+            # srun before SLURM 22.05 reads the second variable, in which an elastic job has the cores of a whole node
             *([f"export SRUN_CPUS_PER_TASK={cores} SLURM_CPUS_PER_TASK={cores}"] if cores else []),
             *(f"export {name}={shlex.quote(value)}" for name, value in self.cluster.environment.items()),
             *guarded_setup(self.cluster.setup),
