@@ -46,6 +46,11 @@ class SparseModel(Model):
     )
 
     @property
+    def blocks(self) -> int:
+        """The number of blocks, with those that predict further tokens."""
+        return self.n_layers + self.predictions - 1
+
+    @property
     def sparse(self) -> bool:
         return True
 

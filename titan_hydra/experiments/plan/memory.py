@@ -348,7 +348,7 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
     """Yield the memory of the head and the loss: several copies of the logits. For the fused loss, yield the terms of
     two moments: when a chunk's logits exist beside the gradients of earlier chunks, and when the gradients are scaled.
     """
-    job, tokens, last = shape.job, shape.predicted, len(shape.layers) - 1
+    job, tokens, last = shape.job, shape.tokens * shape.job.model.predictions, len(shape.layers) - 1
     tp, dim = job.parallelism.tp > 1, shape.residual
     waiting = in_flight(job, rank, (0,) * last + (1,)).most
     around = waiting * shape.used * tokens * (dim + (job.model.dim if tp else dim))

@@ -175,11 +175,6 @@ class Shape:
         return 1 if self.experts and not sparse(self.job).n_shared_experts else 2
 
     @property
-    def predicted(self) -> float:
-        """The number of predictions of a microbatch on a context-parallel rank."""
-        return self.tokens * self.job.model.predictions
-
-    @property
     def fused_loss(self) -> bool:
         """Whether head and loss are fused, so that they are computed in chunks of tokens."""
         return self.job.loss.name == "linear_cross_entropy"
@@ -325,10 +320,11 @@ def _of_decoder(job: Job, stacks: tuple[Stack, ...]) -> Shape:
     ends = model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
     table = model.vocab_size * model.dim / degrees.tp
     pp = degrees.pp > 1
-    layers = _layers(job) if pp else (model.blocks,)
+    number = model.n_layers + model.predictions - 1
+    layers = _layers(job) if pp else (number,)
     less, dense = (lighter(job), experts.dense) if experts else (0, 0)
     # as if each block had experts; a rank's share follows below
-    block = (family.parameters(model) - towers - ends + dense * less) / model.blocks
+    block = (family.parameters(model) - towers - ends + dense * less) / number
     # what tensor parallelism does not split
     whole = sum(one.inputs * one.outputs for one in linears if one.whole) + (
         experts.number * model.dim if experts else 0

@@ -192,7 +192,7 @@ def head_passes(shape: Shape, factors: Factors) -> Pair:
     as eager code: the forward has 16 bytes of memory traffic per logit, the backward 20. Fused with the head, it reads
     bf16 logits twice and writes their gradients in place: 8 bytes (an H200 took 4 ms for 2.1 * 10^9 logits).
     """
-    model, tokens = shape.job.model, shape.predicted
+    model, tokens = shape.job.model, shape.tokens * shape.job.model.predictions
     matmul = (
         2 * tokens * model.vocab_size * model.dim / shape.job.parallelism.tp / (shape.job.hardware.bf16_tflops * 1e12)
     )

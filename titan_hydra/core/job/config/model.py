@@ -38,22 +38,13 @@ class Model:
     )
     # keys, beside dim, that grow with the model's width; the width of a head does not grow
     widths: ClassVar[tuple[str, ...]] = ("n_heads", "n_kv_heads", "ffn_dim")
+    predictions: ClassVar[int] = 1  # number of tokens that are predicted at each place in training
     qk_norm: ClassVar[bool] = False  # whether queries and keys are normalized; each family defines it
 
     @property
     def sparse(self) -> bool:
         """Whether blocks have experts."""
         return False
-
-    @property
-    def blocks(self) -> int:
-        """The number of blocks. A family may have more than those that predict the next token."""
-        return self.n_layers
-
-    @property
-    def predictions(self) -> int:
-        """The number of tokens that are predicted at each place in training."""
-        return 1
 
     @property
     def causal(self) -> bool:

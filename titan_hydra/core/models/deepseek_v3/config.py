@@ -59,12 +59,7 @@ class DeepSeekV3Config(SparseModel):
     yarn: Yarn = key(Yarn, "YaRN: scales rotary frequencies for longer sequences than in pre-training")
 
     @property
-    def blocks(self) -> int:
-        """The number of blocks, with those of multi-token prediction."""
-        return self.n_layers + self.mtp
-
-    @property
-    def predictions(self) -> int:
+    def predictions(self) -> int:  # type: ignore[override]
         """The number of predictions at each place in training."""
         return 1 + self.mtp
 
