@@ -1,10 +1,14 @@
-"""Test the predicted time of what a step repeats for each microbatch: sums of gradients, messages between stages."""
+"""Test the predicted time of what a step repeats for each microbatch: sums of gradients, messages between stages, and
+the exchanges and starts of blocks with experts.
+"""
+
+from dataclasses import replace
 
 import pytest
 
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.experiments.compose.compose import compose_unchecked
-from titan_hydra.experiments.plan import time
+from titan_hydra.experiments.plan import links, time
 from titan_hydra.experiments.plan.factors import FITTED
 from titan_hydra.experiments.plan.shape import shape_of
 
@@ -45,3 +49,47 @@ def test_each_further_microbatch_waits_for_the_messages_of_1f1b():
         return idle[0] - idle[1]
 
     assert waits(64) == pytest.approx(waits(16) * 64 / 16, rel=0.2)
+
+
+def experts_of(*overrides: str):
+    line = "model=qwen3_30b_a3b data.local_batch=1 ac=none parallelism.ep=8 compile=block"
+    return shape_of(job_of(*line.split(), *overrides))
+
+
+def test_copies_for_all_to_all_take_the_traffic_of_their_rows():
+    """They take as long as the rows are wide and the memory is slow. DeepEP needs no such copies."""
+
+    def copies(*overrides: str) -> float:
+        shape = experts_of(*overrides)
+        return sum(links.exchange_passes(shape, FITTED)) - sum(links.exchange_passes(shape, replace(FITTED, copy=0.0)))
+
+    plain = copies()
+    rows = 8 * 8192 * FITTED.imbalance
+    assert plain == pytest.approx(4 * FITTED.copy * rows * 2048 * 2 / (3.35e12 * FITTED.memory))
+    assert copies("model.dim=4096") == pytest.approx(2 * plain)
+    assert copies("hardware.memory_tbs=6.7") == pytest.approx(plain / 2)
+    assert copies("hardware.dispatcher=deep_ep") == 0
+
+
+def test_the_host_starts_each_kernel_of_an_eager_block_with_experts():
+    """The host starts a dense block's kernels and those of the experts. Megatron compiles nothing; CUDA graphs need no
+    host. If an exchange runs behind another microbatch, the host works in that time too.
+    """
+    few = ("data.seq_len=128", "model.max_seq_len=128")  # so few tokens that only the host matters
+
+    def late(shape) -> float:
+        return time.block_passes(shape, FITTED)["host"].forward
+
+    compiled, eager = experts_of(*few), experts_of(*few, "compile=off")
+    assert late(eager) - late(compiled) == pytest.approx(FITTED.launch, rel=0.1)
+    megatron = replace(compiled, transformer_engine=True)
+    assert late(megatron) - late(compiled) == pytest.approx(FITTED.launch, rel=0.1)
+    assert late(replace(megatron, captured=True)) == 0
+    tp = replace(experts_of(*few, "parallelism.tp=2", "parallelism.ep=8"), transformer_engine=True)
+    assert late(tp) - late(megatron) == pytest.approx((FITTED.launch_tp - 1) * FITTED.launch, rel=0.1)
+
+    slow = replace(experts_of(*few, "hardware.nvlink_gbs=0.001"), transformer_engine=True)
+    hidden = replace(slow, hidden_exchange=True)
+    assert late(slow) > 0 == late(hidden)
+    parts = [time.block_passes(one, FITTED) for one in (slow, hidden)]
+    assert parts[1]["EP communication"].forward < parts[0]["EP communication"].forward

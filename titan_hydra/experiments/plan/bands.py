@@ -21,18 +21,20 @@ def technique_of(job: Job) -> str:
 
 # relative half-widths by technique, and by device and technique where at least five rows were measured
 BANDS = {
-    "dense, cp": 0.15,
-    "dense, data parallel": 0.2,
-    "dense, pp": 0.15,
+    "dense, cp": 0.25,
+    "dense, data parallel": 0.25,
+    "dense, pp": 0.2,
     "dense, tp": 0.25,
-    "experts across nodes": 0.3,
-    "experts inside nodes": 0.45,
+    "experts across nodes": 0.2,
+    "experts inside nodes": 0.35,
     "h100, dense, data parallel": 0.25,
     "a100, dense, data parallel": 0.2,
-    "h100, dense, pp": 0.15,
+    "h100, dense, pp": 0.2,
     "h100, dense, tp": 0.25,
-    "h100, dense, cp": 0.15,
-    "h100, experts inside nodes": 0.5,
+    "h100, dense, cp": 0.25,
+    "h100, experts across nodes": 0.2,
+    "h100, experts inside nodes": 0.35,
+    "b200, experts inside nodes": 0.4,
 }
 DEVICES = ("h100", "h200", "b200", "a100")  # measured by several publishers, or by us
 # the least half-width for any other preset of this package: it contains the MI300X's rows, which one publisher measured,

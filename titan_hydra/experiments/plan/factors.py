@@ -39,11 +39,11 @@ class Factors:
     launch: float = 2e-3  # seconds that the host needs to start the kernels of a block's forward in eager mode
     launch_tp: float = 2.0  # factor on `launch` under tensor parallelism, where every operator goes through DTensor
     imbalance: float = 1.05  # largest number of rows that the experts of a rank get, divided by the mean over ranks
-    # seconds for each row that torch's all-to-all exchanges with experts, apart from the links: kernels that sort and copy
-    # rows by index, and waits of the host for the numbers of rows
-    copy: float = 35e-9
-    # seconds that the host needs to start the kernels of a forward of a block with experts, whose parts are compiled
-    launch_experts: float = 2e-3
+    # passes over an exchange's rows by kernels that sort and copy rows for torch's all-to-all, beyond those that
+    # `ExpertShape.traffic` counts
+    copy: float = 18.0
+    # seconds that the host needs to start the kernels of a forward's experts; an eager block takes `launch` besides
+    launch_experts: float = 1e-3
     # fraction of NVLink's rate that exchanges with experts reach (not fitted; DeepEP's README has 153 of 160 GB/s on an
     # H800, UCCL-EP's has 320 of 400 on an H200). Between nodes they reach a NIC's rate (43 to 58 GB/s with 400 Gb/s).
     dispatch: float = 0.8

@@ -122,8 +122,8 @@ def _exchange(shape: Shape, factors: Factors) -> Exchange:
     """Return the seconds of one exchange. Each device has its own NIC, and messages inside a node and between nodes are
     sent at the same time.
 
-    torch's all-to-all sends each row by itself. DeepEP and HybridEP send a token once to each node of its experts,
-    where it is passed on to the ranks of its experts.
+    torch's all-to-all sends each row by itself, and kernels sort and copy the rows before and after. DeepEP and HybridEP
+    send a token once to each node of its experts, where it is passed on to the ranks of its experts.
     """
     experts, hardware = shape.experts, shape.job.hardware
     if not experts or experts.ep == 1:
@@ -134,13 +134,13 @@ def _exchange(shape: Shape, factors: Factors) -> Exchange:
     if hardware.dispatcher == "all_to_all":
         copies = experts.chosen_experts
         inside, between = copies * (near - 1) / ep, copies * (ep - near) / ep
-        handling = factors.copy * copies * shape.tokens / experts.sequence
+        handling = factors.copy * copies * token / bandwidth(shape, factors)
     else:
         inside = experts.reached(ep) * (near - 1) / near
         between = experts.reached(nodes) * (nodes - 1) / nodes
     fullest = imbalance(shape, factors)
-    nvlink = fullest * token * inside / (hardware.nvlink_gbs * 1e9 * factors.dispatch)
-    nic = fullest * token * between / (hardware.nic_gbs * 1e9)
+    nvlink = fullest * token * inside / (hardware.nvlink_gbs * 1e9 * factors.dispatch) + factors.latency
+    nic = fullest * token * between / (hardware.nic_gbs * 1e9) + factors.latency
     return Exchange(nvlink, nic, fullest * handling)
 
 

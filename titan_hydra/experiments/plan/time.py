@@ -84,8 +84,12 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
     elements, casts = _element_wise(shape, factors), float8_casts(shape, factors)
     exchange = exchange_passes(shape, factors)
     kernels = Pair(*map(sum, zip(matmuls, attention, elements, casts, strict=True)))
-    if shape.hidden_exchange:
-        exchange = Pair(*(max(sent - spent, 0) for sent, spent in zip(exchange, kernels, strict=True)))
+    busy = kernels
+    if (
+        shape.hidden_exchange
+    ):  # while rows are exchanged, another microbatch is computed, and the host starts its kernels
+        busy = Pair(*map(max, zip(kernels, exchange, strict=True)))
+        exchange = Pair(*(most - spent for most, spent in zip(busy, kernels, strict=True)))
     return {
         "matmuls": matmuls,
         "attention": attention,
@@ -95,7 +99,7 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
         "CP communication": context_parallel_passes(shape, factors, attention),
         "EP communication": exchange,
         "gradient sums": Pair(0.0, _gradient_sums(shape, factors)),
-        "host": _host(shape, factors, kernels.forward),
+        "host": _host(shape, factors, busy.forward),
     } | ({} if shape.job.optimizer.qk_clip is None else {"QK-clip": _largest_logits(shape, factors)})
 
 
@@ -179,12 +183,15 @@ def _pipeline_calls(shape: Shape) -> float:
 def _launch(shape: Shape, factors: Factors) -> float:
     """Return the seconds that the host needs to start the kernels of a block's forward. Starting the kernels of a
     backward is not slower, as autograd needs no Python.
+
+    Nobody compiles Megatron's blocks. Without experts, they have a few fused kernels, which start in no time that
+    matters; with experts, they have as many small kernels as eager code.
     """
-    if shape.job.hardware.passes_per_second:  # a CPU has no kernels to start
+    if shape.job.hardware.passes_per_second or shape.captured:  # a CPU has no kernels to start
         return 0.0
-    if shape.compiled:
-        return factors.launch_experts if shape.experts and not shape.captured else 0.0
-    return factors.launch * (factors.launch_tp if shape.job.parallelism.tp > 1 else 1)
+    eager = not shape.compiled or (shape.experts is not None and shape.transformer_engine)
+    blocks = factors.launch * (factors.launch_tp if shape.job.parallelism.tp > 1 else 1) if eager else 0.0
+    return blocks + (factors.launch_experts if shape.experts else 0.0)
 
 
 def head_passes(shape: Shape, factors: Factors) -> Pair:
