@@ -60,6 +60,8 @@ LONG = (
     "test_transcripts.py::test_the_readme_shows",
     "recipes/transformers/test_transformers.py::test_every_family_has_transformers_gradients",
     "recipes/transformers/test_transformers.py::test_a_folder_is_read_and_written_in_its_own_format[qwen3]",
+    "recipes/transformers/test_pipeline.py::test_every_family_learns_the_same_in_a_pipeline",
+    "recipes/transformers/test_pipeline.py::test_some_families_learn_the_same_with_other_layouts",
     *(
         f"recipes/transformers/test_folders.py::test_a_run_exports_the_folder_from_which_it_started[{one}"
         for one in ("qwen3_moe", "gpt_oss", "gemma3_text", "mixtral-memory", "mixtral-hub-tp")

@@ -9,6 +9,7 @@ HUGGING_FACE = "recipes/transformers/hf.py"
 FOLDERS = "tests/recipes/transformers/test_folders.py"
 BOXES = f"{FOLDERS}::test_every_part_of_a_tensor_is_found"
 OF_THE_HUB = f"{FOLDERS}::test_random_weights_are_exported_in_the_names_of_the_hub"
+STAGES = "tests/recipes/transformers/test_pipeline.py::test_two_masks_and_two_rotary_tables_reach_every_stage"
 FORMAT = f"{TESTS}::test_a_folder_is_read_and_written_in_its_own_format"
 KEYS = f"{TESTS}::test_keys_replace_what_config_json_says"
 
@@ -30,6 +31,11 @@ OF_TRANSFORMERS = [
            "start for start, offset in zip(piece.start, inside, strict=True)", "Each shard reads the first rows.", (), (BOXES,)),
     Mutant("the names of the hub are lost", "transformers", HUGGING_FACE, "(self.own_names and not there)", "not there",
            "Exports have the names of transformers in memory.", (), (OF_THE_HUB,)),
+    Mutant("a stage has the norm that the last one has", "transformers", MODEL, "setattr(base, self.names[\"norm\"].rpartition(\".\")[2], PassThrough())",
+           "setattr(base, self.names[\"norm\"].rpartition(\".\")[2], nn.RMSNorm(self.config.dim, elementwise_affine=False))",
+           "Each stage normalizes what it sends.", (), (STAGES,)),
+    Mutant("a stage begins at the first block's place", "transformers", MODEL, "if str(number) not in self.layers:",
+           "if str(number % len(self.layers)) not in self.layers:", "Blocks of other stages are computed.", (), (STAGES,)),
     Mutant("a lost kind of blocks", "transformers", "recipes/transformers/known.py", "found[: layers - len(lost)] + lost", "found",
            "A shortened model has only the first kinds of blocks.", (), (KEYS,)),
 ]

@@ -27,7 +27,7 @@ def split(model: nn.Module, mesh: Mesh, job: Job) -> list[nn.Module]:
 
 def _cut(model: nn.Module, kept: list[str], names: list[str]) -> nn.Module:
     """Remove, in place, all named modules of a model except those in `kept`. Modules of a container ("layers.3") are
-    deleted, other children become None.
+    deleted, other children become None. A model whose forward is not its own closes the gaps by its method `close_gaps`.
     """
     for name in set(names) - set(kept):
         container, _, member = name.rpartition(".")
@@ -35,6 +35,8 @@ def _cut(model: nn.Module, kept: list[str], names: list[str]) -> nn.Module:
             del model.get_submodule(container)[member]
         else:
             setattr(model, name, None)
+    if hasattr(model, "close_gaps"):
+        model.close_gaps()
     return model
 
 

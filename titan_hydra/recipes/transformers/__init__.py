@@ -17,7 +17,6 @@ register(
         fill=TransformersConfig.frozen,
         flops=flops_of_token,
         linears=lambda config: (),
-        pipeline=False,
         faults=faults,
     )
 )

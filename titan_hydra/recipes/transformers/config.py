@@ -138,8 +138,9 @@ class TransformersConfig(Model):
                 yield Fault("model.path", self.path, reason)
 
 
-# model types whose gradients with tensor parallelism were compared with transformers' own (docs/transformers.md). Another
-# type could have a norm or a linear that the split does not know, and whose gradient would be wrong in silence.
+# model types whose gradients with tensor and pipeline parallelism were compared with transformers' own (docs/transformers.md). Another
+# type could have a norm or a linear that the split does not know, or compute between its blocks, and its gradient would
+# be wrong in silence.
 SPLIT = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3"),
     *("glm4", "olmo2"),
@@ -205,15 +206,18 @@ def faults(job: Any) -> Iterator[Fault]:
         from .hf import weights_faults
 
         yield from weights_faults(job)
-    only = "a model of transformers trains by data and tensor parallelism alone"
+    only = "a model of transformers trains by data, tensor and pipeline parallelism alone"
     if job.parallelism.cp > 1:
         yield fault_at(job, "parallelism.cp", only, 1)
     if job.parallelism.backend != "fsdp2":
         yield fault_at(job, "parallelism.backend", only, "fsdp2")
     kind = json.loads(job.model.content or "{}").get("model_type")
-    if job.parallelism.tp > 1 and kind not in SPLIT:
-        reason = f"model_type={kind} in config.json of model.path: tensor parallelism is proven for {', '.join(SPLIT)}"
-        yield fault_at(job, "parallelism.tp", reason, 1)
+    for degree, what in (("tp", "tensor"), ("pp", "pipeline")):
+        if getattr(job.parallelism, degree) > 1 and kind not in SPLIT:
+            reason = (
+                f"model_type={kind} in config.json of model.path: {what} parallelism is proven for {', '.join(SPLIT)}"
+            )
+            yield fault_at(job, f"parallelism.{degree}", reason, 1)
     if job.parallelism.tp > 1 and job.parallelism.sequence_parallel:
         reason = "norms of a model of transformers get whole sequences"
         yield fault_at(job, "parallelism.sequence_parallel", reason, False)

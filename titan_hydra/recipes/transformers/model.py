@@ -70,15 +70,28 @@ class Transformers(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, ends: Tensor | None = None, targets: Tensor | None = None
     ) -> Tensor:
-        """Compute logits or, if the head accepts `targets`, the loss. `positions` [batch, seq] begin at 0 in each packed
+        """Compute logits or, if the head accepts `targets`, the loss. In a pipeline, `tokens` is the hidden state from the
+        stage before, and a stage without the head returns the hidden state. `positions` [batch, seq] begin at 0 in each packed
         document, from which transformers derives the masks of all its kinds of attention; `ends` say nothing more.
         """
         library, base = self.whole
         options = {"position_ids": positions, "use_cache": False}
-        if targets is None:
-            logits: Tensor = library(input_ids=tokens, **options).logits
+        options["inputs_embeds" if self.tok_embeddings is None else "input_ids"] = tokens
+        if targets is None and self.output is not None:
+            logits: Tensor = library(**options).logits
             return logits
-        return self.output(base(input_ids=tokens, **options).last_hidden_state, targets=targets)
+        hidden: Tensor = base(**options).last_hidden_state
+        return hidden if self.output is None else self.output(hidden, targets=targets)
+
+    def close_gaps(self) -> None:
+        """Let transformers' forward pass over the blocks and the norm that another pipeline stage has."""
+        _, base = self.whole
+        blocks = getattr(base, self.names["layers"].rpartition(".")[2])
+        for number in range(len(blocks)):
+            if str(number) not in self.layers:
+                blocks[number] = PassThrough()
+        if self.norm is None:
+            setattr(base, self.names["norm"].rpartition(".")[2], PassThrough())
 
     def reset_buffers(self) -> None:
         """Compute the buffers that `to_empty` has left uninitialized, as transformers does. Raises ConfigError if one of
@@ -103,6 +116,13 @@ class Transformers(nn.Module):
         """Return the distribution that transformers would draw the parameter from."""
         name, _, rest = fqn.partition(".")
         return self.distributions[f"{self.names[name]}.{rest}"]
+
+
+class PassThrough(nn.Module):
+    """The place of a block or a norm of another pipeline stage."""
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden
 
 
 class Head(nn.Linear):
