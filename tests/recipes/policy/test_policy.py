@@ -80,6 +80,7 @@ def rollouts(tmp_path_factory):
             row = {
                 "tokens": torch.randint(4096, (drawn + 2 + number % 4,), generator=dice).tolist(),
                 "old_logprobs": old,
+                "ref_logprobs": [-8.0 - 0.1 * (place % 7) for place in range(drawn)],
                 "advantages": torch.randn(drawn, generator=dice).tolist() if number % 2 else -1.5 + number % 4,
             }
             out.write(json.dumps(row) + "\n")
@@ -133,7 +134,7 @@ def plain(model, tokens, learned):
 def test_preference_is_the_papers_formula(pairs, loss):
     job, model, batch = built(*base("preference", pairs), "objective.beta=0.3", f"loss={loss}")
     objective, source = build_objective(job), data.build(job, 0, 1).samples
-    expected, number = torch.zeros((), dtype=torch.float64), 0
+    expected, number, columns = torch.zeros((), dtype=torch.float64), 0, torch.zeros(4, dtype=torch.float64)
     for slot in range(4):
         sample = {name: torch.from_numpy(array) for name, array in source.sample(slot, slot).items()}
         tokens, documents = sample["tokens"].long(), sample["documents"]
@@ -144,41 +145,59 @@ def test_preference_is_the_papers_formula(pairs, loss):
                 for side in sides
             ]
             expected -= torch.nn.functional.logsigmoid(0.3 * (margins[0] - margins[1]))
+            chosen, rejected = (0.3 * margin.item() for margin in margins)
+            columns += torch.tensor([chosen, rejected, chosen - rejected, chosen > rejected])
             number += 1
-    assert number > 8 and objective.count(batch.tensors) == number
-    agrees(objective, model, job, batch, expected)
+    assert number > 8 and objective.count(batch.tensors) == number and 0 < columns[-1] < number
+    agrees(objective, model, job, batch, expected, columns)
 
 
+@pytest.mark.parametrize("steered", [False, True])
 @pytest.mark.parametrize("loss", ["cross_entropy", "linear_cross_entropy"])
-def test_policy_is_the_papers_formula(rollouts, loss):
-    job, model, batch = built(*base("rollouts", rollouts), f"loss={loss}")
+def test_policy_is_the_papers_formula(rollouts, loss, steered):
+    steer = ("objective.clip_high=0.28", "objective.kl=0.3") if steered else ()
+    high = 1.28 if steered else 1.2
+    job, model, batch = built(*base("rollouts", rollouts), f"loss={loss}", *steer)
     objective, source = build_objective(job), data.build(job, 0, 1).samples
-    gains, clipped = [], 0
+    gains, clipped, columns = [], 0, torch.zeros(6, dtype=torch.float64)
     for slot in range(4):
         sample = {name: torch.from_numpy(array) for name, array in source.sample(slot, slot).items()}
         for document in range(int(sample["documents"].max()) + 1):
             own = sample["documents"] == document
             learned = sample["trained"][own]
-            logs = plain(model, sample["tokens"][own].long(), learned)
+            tokens = sample["tokens"][own].long()
+            logs = plain(model, tokens, learned)
+            whole = log_softmax(model(tokens[None, :-1])[0], -1)[learned[1:]].detach()
+            spread = -(whole.exp() * whole).sum(1)
             then, advantages = (sample[name][own][learned].double() for name in ("old_logprobs", "advantages"))
-            for log, old, advantage in zip(logs, then, advantages, strict=True):
+            apart = sample["ref_logprobs"][own][learned].double() if steered else then
+            for log, old, other, advantage, entropy in zip(logs, then, apart, advantages, spread, strict=True):
                 ratio = (log - old).exp()
-                inside = 0.8 <= ratio <= 1.2
+                inside = 0.8 <= ratio <= high
                 clipped += not inside
-                gains.append(min(ratio * advantage, (ratio if inside else ratio.detach().clamp(0.8, 1.2)) * advantage))
-    assert objective.count(batch.tensors) == len(gains) and 0 < clipped < len(gains)
-    agrees(objective, model, job, batch, -torch.stack(gains).sum())
+                bounded = ratio if inside else ratio.detach().clamp(0.8, high)
+                divergence = (other - log).exp() - (other - log) - 1
+                gains.append(min(ratio * advantage, bounded * advantage) - 0.3 * steered * divergence)
+                beyond = bool((ratio > high and advantage > 0) or (ratio < 0.8 and advantage < 0))
+                kl = ratio - (log - old) - 1
+                numbers = (ratio, (log - old).abs(), kl, beyond, entropy, divergence)
+                columns += torch.tensor([torch.as_tensor(number).item() for number in numbers])
+    assert objective.count(batch.tensors) == len(gains) and 0 < clipped < len(gains) and 0 < columns[3] < len(gains)
+    agrees(objective, model, job, batch, -torch.stack(gains).sum(), columns if steered else columns[:5])
 
 
-def agrees(objective, model, job, batch, expected):
-    """Check that the objective's loss of a packed batch and its gradients are those of the formula in float64."""
+def agrees(objective, model, job, batch, expected, columns):
+    """Check that the objective's loss of a packed batch, its gradients and its columns are those of the formula in
+    float64.
+    """
     gradients = torch.autograd.grad(expected, [*model.parameters()])
     model.float()
     if job.loss.name == "linear_cross_entropy":
         loss_head.convert(model, job.loss)
     first, others = objective.inputs(batch.tensors)
-    loss = objective.loss(model(first, **others), batch.tensors)
+    loss, *sums = objective.loss(model(first, **others), batch.tensors)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert [total.item() for total in sums] == pytest.approx([float(total) for total in columns], rel=1e-5)
     for ours, theirs in zip(torch.autograd.grad(loss, [*model.parameters()]), gradients, strict=True):
         assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
 

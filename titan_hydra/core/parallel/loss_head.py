@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.schema import Loss
-from titan_hydra.core.kernels.cross_entropy import logits_to_slopes, softmax_sums
+from titan_hydra.core.kernels.cross_entropy import logits_to_slopes, softmax_moments, softmax_sums
 
 from .formats.select import is_plain
 
@@ -71,15 +71,18 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None = None
 ) -> Tensor:
     """Return the cross-entropy (fp32) of the logits hidden [batch, seq, dim] @ weight.T [dim, vocab]. If targets are
-    [batch, seq], return the sum; if they are [batch, seq, 1], return the loss of each token. The loss of a negative
-    target is 0.
+    [batch, seq], return the sum; if they are [batch, seq, 1], return the loss of each token; if they are [batch, seq, 2],
+    return [batch, seq, 2], the loss of each token and the entropy of its distribution, which has no gradient. The loss of
+    a negative target is 0.
 
     Matmuls run in the dtype of the arguments, softmax and sums in float32.
     """
     if targets.dim() == 3:
-        return TokenCrossEntropy.apply(hidden.flatten(0, 1), weight, targets.flatten(), chunk, vocabulary).view(
-            targets.shape[:2]
+        numbers = targets.shape[2]
+        found = TokenCrossEntropy.apply(
+            hidden.flatten(0, 1), weight, targets[..., 0].flatten(), numbers, chunk, vocabulary
         )
+        return found.view(targets.shape).squeeze(2)
     return LinearCrossEntropy.apply(
         hidden.flatten(0, 1), weight, targets.flatten(), chunk, vocabulary, torch.is_grad_enabled()
     )
@@ -139,18 +142,22 @@ def scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TokenCrossEntropy(torch.autograd.Function):
-    """Computes the loss of each token. The weights of the losses are known only in the backward, which recomputes each
-    chunk's logits.
+    """Computes the loss of each token and, if `numbers` is 2, its entropy. The weights of the losses are known only in
+    the backward, which recomputes each chunk's logits.
     """
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, numbers: int, chunk: int, vocabulary: Vocabulary | None
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.chunk, ctx.vocabulary = chunk, vocabulary
-        chunks = zip(hidden.split(chunk), targets.unsqueeze(1).split(chunk), strict=True)
-        return torch.cat([losses_of(part @ weight.T, right, vocabulary, None) for part, right in chunks]).squeeze(1)
+        rows = []
+        for part, right in zip(hidden.split(chunk), targets.unsqueeze(1).split(chunk), strict=True):
+            logits = part @ weight.T
+            losses = losses_of(logits, right, vocabulary, None)
+            rows.append(losses if numbers == 1 else torch.cat([losses, entropies_of(logits, vocabulary)], 1))
+        return torch.cat(rows)
 
     @staticmethod
     @once_differentiable
@@ -160,10 +167,10 @@ class TokenCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.chunk):
             places = slice(start, start + ctx.chunk)
             slopes = hidden[places] @ weight.T  # these are the logits; losses_of replaces them by the losses' slopes
-            losses_of(slopes, targets[places].unsqueeze(1), ctx.vocabulary, gradient[places].unsqueeze(1))
+            losses_of(slopes, targets[places].unsqueeze(1), ctx.vocabulary, gradient[places, :1])
             torch.mm(slopes, weight, out=hidden_gradient[places])
             weight_gradient += slopes.T @ hidden[places]
-        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None
+        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None
 
 
 def losses_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None, factors: Tensor | float | None) -> Tensor:
@@ -184,6 +191,30 @@ def losses_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None, fa
         weights = counts * factors
         logits_to_slopes(logits, targets.where(here, -1), largest, weights / sums, weights.float())
     return (sums.log() + largest - right) * counts
+
+
+def entropies_of(logits: Tensor, vocabulary: Vocabulary | None) -> Tensor:
+    """Return the entropy [tokens, 1] of the distribution that each row of logits [tokens, vocab] gives, in float32."""
+    largest, sums = softmax_sums(logits)
+    moments = softmax_moments(logits, largest)
+    if vocabulary is not None:
+        own, largest = largest, over_ranks(largest.clone(), vocabulary, dist.ReduceOp.MAX)
+        moved = own - largest
+        sums, moments = over_ranks(torch.stack([sums, moments + moved * sums]) * moved.exp(), vocabulary)
+    return sums.log() - moments / sums
+
+
+@torch.no_grad()
+def entropies(logits: Tensor) -> Tensor:
+    """Return the entropies [batch, seq] of logits [batch, seq, vocab], which may be split over the vocabulary. They have
+    no gradient.
+    """
+    vocabulary = None
+    if isinstance(logits, DTensor):
+        if Shard(2) in logits.placements:
+            vocabulary = Vocabulary(logits.device_mesh.get_group(), 0)
+        logits = logits.to_local()
+    return entropies_of(logits.flatten(0, 1), vocabulary).view(logits.shape[:2])
 
 
 def over_ranks(value: Tensor, vocabulary: Vocabulary, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

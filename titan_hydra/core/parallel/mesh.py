@@ -22,6 +22,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def loss_in(sums: Tensor) -> Tensor:
+    """Return the loss in what an objective's `loss` returns: it stands alone, or before the sums of the columns."""
+    return sums[0] if sums.dim() else sums
+
+
 def like(parameter: Tensor, local: Tensor) -> Tensor:
     """Return a DTensor that is sharded like `parameter` and whose shard on this rank is `local`. If `parameter` is no
     DTensor, return `local` itself.

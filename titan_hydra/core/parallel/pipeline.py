@@ -27,7 +27,7 @@ from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.pipeline import Action, stage_count, stages_of_ranks
 from titan_hydra.core.job.schedules import TIME, actions_of
 
-from .mesh import Mesh, local_part
+from .mesh import Mesh, local_part, loss_in
 
 Tensors = dict[str, Tensor]  # the tensors of a batch, by name
 # a function from a batch to the first argument of the model's forward, and the other arguments by name
@@ -164,19 +164,20 @@ class Pipeline:
         self.size = microbatch_size(job)
         self.device, self.inputs, self.loss, self.measure = device, inputs, loss, measure
         self.summed, self.count = loss, torch.ones((), device=device)
+        self.shares: list[Tensor] = []  # of each microbatch: its shares of the mean loss and of the columns
         self.schedule = build_schedule(self.stages, job, self._loss_of)
         # This all-reduce creates the group's communicator. NCCL would create it at the first mixed exchange, in which
         # not every rank takes part.
         dist.all_reduce(torch.zeros(1, device=device), group=mesh.pipeline)
 
     def forward_backward(self, batch: Any, count: Tensor, last: bool) -> Tensor:
-        """Accumulate the gradients of a local batch's summed loss divided by `count`. Return this quotient; 0 if
-        another rank has the last stage.
+        """Accumulate the gradients of a local batch's summed loss divided by `count`. Return this quotient and those of
+        the objective's columns; 0 if another rank has the last stage.
 
         torch's stages reduce gradients over the data-parallel ranks once for every local batch, not only for the step's
         `last`.
         """
-        return self._run(self.schedule.step, batch, self.inputs, self.loss, count).detach()
+        return self._run(self.schedule.step, batch, self.inputs, self.loss, count)
 
     def forward(self, batch: Any, objective: Any = None) -> Tensor:
         """Return the summed measure of a local batch; 0 if another rank has the last stage. If `objective` is given,
@@ -190,18 +191,20 @@ class Pipeline:
         """Return a microbatch's share of the mean loss, on the last stage. torch needs `target` only to count
         microbatches; the tensors of the batch are in the stage.
         """
-        return local_part(self.summed(output, self.stages[-1].newest)) / self.count
+        shares = local_part(self.summed(output, self.stages[-1].newest)) / self.count
+        self.shares.append(shares.detach())
+        return loss_in(shares)
 
     def _run(self, run: Callable[..., Any], batch: Any, inputs: Inputs, summed: Summed, count: Tensor) -> Tensor:
         """Run the schedule over the microbatches of a titan_hydra.core.data.batch.Batch. Returns the sum of what the last
         stage computed.
         """
-        self.summed, self.count, losses = summed, count, list[Tensor]()
+        self.summed, self.count, self.shares = summed, count, []
         parts = [part.tensors for part in batch.split(self.size)]
         for stage in self.stages:
             stage.microbatches, stage.inputs = parts, inputs
-        run(**{"target": torch.empty(len(parts)), "losses": losses} if self.has_loss else {}, return_outputs=False)
-        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+        run(**{"target": torch.empty(len(parts))} if self.has_loss else {}, return_outputs=False)
+        return torch.stack(self.shares).sum(0) if self.shares else torch.zeros((), device=self.device)
 
 
 def build_schedule(stages: list[Stage], job: Job, loss: Callable[[Tensor, Tensor], Tensor]) -> PipelineSchedule:

@@ -187,14 +187,18 @@ class Loop:
             self.checkpointer.wait_for_staging()
             trainer.update(agreement)
             loss, norm, asked, (bad_shards, *sums) = agreement.read()
-            votes, times = sums[: len(votes)], sums[len(votes) :]
+            place = len(votes) + len(times)
+            votes, times, means = sums[: len(votes)], sums[len(votes) : place], sums[place:]
             self.refuse_non_finite(step, loss, norm)
             clock.stop()
             if bad_shards:
                 with clock.leave_out():
                     report_bad_shards(self.loader, self.metrics, step)
             told = None if agreement.empty else loss
-            self.metrics.step(step, told, norm, lr, times, [trainer.balance, trainer.clip])
+            columns = {} if agreement.empty else trainer.objective.named(means)
+            self.metrics.step(step, told, norm, lr, times, columns, [trainer.balance, trainer.clip])
+            for reason in trainer.objective.warnings_of_first_step(columns) if step == 1 and columns else ():
+                self.metrics.event("warning", step, reason=reason)
             step, missed = groups.after_step(step, told)
             self.save(step, votes, self.validate(step), stop=groups.stops(asked), missed=missed)
             self.settle()
@@ -221,8 +225,8 @@ class Loop:
         self.watch.at("validation")
         with self.metrics.clock.leave_out(), self.trainer.held_out_weights():
             began = time.perf_counter()
-            loss = self.trainer.validate(self.held_out, config.steps)
-            self.metrics.event("validation", step, validation_loss=loss, seconds=time.perf_counter() - began)
+            loss, columns = self.trainer.validate(self.held_out, config.steps)
+            self.metrics.event("validation", step, validation_loss=loss, **columns, seconds=time.perf_counter() - began)
             report_bad_shards(self.held_out, self.metrics, step)
             for task in self.tasks:
                 began = time.perf_counter()

@@ -15,7 +15,7 @@ from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.parallel import compile
 from titan_hydra.core.parallel import context as context_parallel
 from titan_hydra.core.parallel import data as data_parallel
-from titan_hydra.core.parallel.mesh import Mesh, local_part
+from titan_hydra.core.parallel.mesh import Mesh, local_part, loss_in
 
 from .objectives import Objective
 
@@ -47,13 +47,13 @@ class Plain:
         self.model, self.inputs, self.loss, self.measure = model, inputs, loss, measure
 
     def forward_backward(self, batch: Batch, count: Tensor, last: bool) -> Tensor:
-        """Accumulate the gradients of a local batch's summed loss divided by `count`, and return this quotient.
-        Replicas reduce gradients only in the `last` local batch of a step.
+        """Accumulate the gradients of a local batch's summed loss divided by `count`, and return this quotient and
+        those of the objective's columns. Replicas reduce gradients only in the `last` local batch of a step.
         """
         data_parallel.last_microbatch(self.model, last)
-        loss = self._sum(self.loss, batch, self.inputs) / count
-        loss.backward()
-        return loss.detach()
+        shares = self._sum(self.loss, batch, self.inputs) / count
+        loss_in(shares).backward()
+        return shares.detach()
 
     def forward(self, batch: Batch, objective: Objective | None = None) -> Tensor:
         """Return the summed measure of a local batch. `objective`, if given, replaces the job's objective."""

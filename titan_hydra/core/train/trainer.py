@@ -61,8 +61,8 @@ class Trainer:
     empty: torch.Tensor | None = None  # whether no element of the last step's global batch counts
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
-        """Compute the gradients of one global batch from this rank's samples of it. Returns this rank's share of the
-        mean loss.
+        """Compute the gradients of one global batch from this rank's samples of it. Returns this rank's shares of the
+        mean loss and of the objective's columns.
 
         The loss is the sum over all elements that count, divided by their number in the whole global batch. The count
         is made before the first microbatch, so that accumulation, uneven masks and replica groups give the right loss.
@@ -74,7 +74,7 @@ class Trainer:
         self.groups.add_up([count])
         self.empty = count == 0
         count = count.masked_fill(self.empty, 1)  # not `clamp`, as the weights of elements can sum to less than 1
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros(1 + len(self.objective.columns), device=self.device)
         parts = batch.split(self.job.data.local_batch)
         for number, part in enumerate(parts, start=1):
             part = self.prepare(part)
@@ -101,11 +101,11 @@ class Trainer:
         """Return the norm of the whole model's gradient."""
         return gradient_norm(self.masters.weights.parameters(), self.mesh.pipeline)
 
-    def agree(self, share: torch.Tensor, norm: torch.Tensor, votes: Sequence[float] = ()) -> Agreement:
-        """Sum the loss, the votes and the requests to stop over all ranks."""
-        share = share.double() if self.mesh.reports_loss else torch.zeros_like(share, dtype=torch.float64)
+    def agree(self, shares: torch.Tensor, norm: torch.Tensor, votes: Sequence[float] = ()) -> Agreement:
+        """Sum the loss, the requests to stop, the votes and the objective's columns over all ranks."""
+        share = shares.flatten().double() * self.mesh.reports_loss
         asked = torch.tensor([float(bool(self.stop_requested)), *votes], dtype=torch.float64)
-        values = torch.cat([share.reshape(1), onto(self.device, asked)])
+        values = torch.cat([share[:1], onto(self.device, asked), share[1:]])
         dist.all_reduce(values)
         return Agreement(norm, values, self.empty)
 
@@ -136,13 +136,13 @@ class Trainer:
         return ema.averaged_weights(self.model, self.optimizers) if self.job.validation.ema else nullcontext()
 
     @torch.no_grad()
-    def validate(self, loader: Loader, steps: int) -> float:
-        """Return the objective's mean over `steps` held-out global batches; NaN if no element counts. Every element counts
-        once, whatever the layout.
+    def validate(self, loader: Loader, steps: int) -> tuple[float, dict[str, float]]:
+        """Return the objective's mean over `steps` held-out global batches, and those of its columns by name; NaN if no
+        element counts. Every element counts once, whatever the layout.
         """
         self.model.eval()
         self.prepare_weights()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        totals = torch.zeros(2 + len(self.objective.columns), dtype=torch.float64, device=self.device)
         loader.rewind()
         for _ in range(steps):
             for part in loader.next().split(self.job.data.local_batch):
@@ -150,10 +150,12 @@ class Trainer:
                 with tensor_parallel.loss_context(self.mesh):
                     summed = self.step.forward(part)
                 if self.mesh.reports_loss and self.step.has_loss:
-                    totals += torch.stack([summed.double(), self.objective.count(part.tensors).double()])
+                    count = self.objective.count(part.tensors)
+                    totals += torch.cat([count.double().reshape(1), summed.double().flatten()])
         dist.all_reduce(totals)
         self.model.train()
-        return (totals[0] / totals[1]).item()
+        loss, *means = (totals[1:] / totals[0]).tolist()
+        return loss, self.objective.named(means)
 
 
 @dataclass

@@ -167,8 +167,12 @@ class ReportCell:
         """The mean loss over the last rows (LAST, ROWS), as the loss of a single step is noisy; None for a failed run."""
         if self.state.failure:
             return None
-        last = [loss for step, loss in self.means.items() if step > (1 - LAST) * self.step]
-        return mean(max(last, [*self.means.values()][-ROWS:], key=len))
+        return self.last_mean(self.means)
+
+    def last_mean(self, column: Mapping[int, float]) -> float | None:
+        """Return the mean over the last rows (LAST, ROWS) of a column."""
+        last = [value for step, value in column.items() if step > (1 - LAST) * self.step]
+        return mean(max(last, [*column.values()][-ROWS:], key=len))
 
     @cached_property
     def validation(self) -> dict[int, float]:

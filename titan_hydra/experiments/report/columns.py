@@ -52,13 +52,13 @@ class MetricColumn(Mapping[int, float]):
 
 
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, MetricColumn]:
-    """Return the columns in KEPT, and the column "step" with every step. If several rows have the same step, only the
-    last of them counts.
+    """Return the columns in KEPT, those of the objective, whose names hold a slash, and the column "step" with every
+    step. If several rows have the same step, only the last of them counts.
     """
     ascending = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
     steps = array("q", ascending)
     found = {"step": MetricColumn(steps, array("d", steps))}
-    for name in KEPT:
+    for name in (*KEPT, *dict.fromkeys(name for row in rows for name in row if "/" in name)):
         known = {step: value for step, row in ascending.items() if isinstance(value := row.get(name), int | float)}
         if known:
             found[name] = MetricColumn(

@@ -206,6 +206,33 @@ def _task(task: str, metric: str, as_text: bool, row: ReportRow) -> Any:
     return with_error(mean(values), error_of(values), 4) if as_text else mean(values)
 
 
+def objective_columns(rows: list[ReportRow]) -> tuple[Column[ReportRow], ...]:
+    """Return columns with the numbers that objectives give beside their loss, and with their held-out values."""
+    names = {name: None for row in rows for one in row.cell.single for name in beside_loss(one)}
+    return tuple(
+        Column(name, name.replace("held-out ", "held_out/"), partial(_beside_loss, name), ".4g") for name in names
+    )
+
+
+def beside_loss(cell: ReportCell) -> dict[str, float | None]:
+    """Return the columns of a cell's objective by name, each a mean over the last rows as `loss` is, and their newest
+    held-out values; {} for a failed run.
+    """
+    if cell.state.failure:
+        return {}
+    found = {name: cell.last_mean(column) for name, column in cell.columns.items() if "/" in name}
+    for event in cell.events:
+        if event["event"] == "validation":
+            found |= {f"held-out {name}": value for name, value in event.items() if "/" in name}
+    return found
+
+
+def _beside_loss(name: str, row: ReportRow) -> float | None:
+    """Return a number of an objective, averaged over a `Mean`."""
+    found = (beside_loss(one).get(name) for one in row.cell.single)
+    return mean([value for value in found if value is not None])
+
+
 def _change(row: ReportRow) -> str | None:
     if row.change is None:
         return None

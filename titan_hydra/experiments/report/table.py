@@ -16,7 +16,19 @@ from . import compare
 from .cells import FEW, Mean, ReportCell, averaged, labels
 from .compare import Difference
 from .digits import percent
-from .row import COLUMNS, FEW_STEPS, NOISE, NONE, ONE_RUN, PREDICTED, SHARED, ReportRow, against, task_columns
+from .row import (
+    COLUMNS,
+    FEW_STEPS,
+    NOISE,
+    NONE,
+    ONE_RUN,
+    PREDICTED,
+    SHARED,
+    ReportRow,
+    against,
+    objective_columns,
+    task_columns,
+)
 
 DRAWN = 100  # maximum number of rows in a chart: readers cannot distinguish more lines, and browsers cannot draw them
 FOREIGN = "foreign"  # the state of a run of another program (--with)
@@ -97,7 +109,7 @@ class Report:
     def every(self) -> tuple[Column[ReportRow], ...]:
         """All columns, including those without any value."""
         predicted = PREDICTED if any(row.prediction for row in self.rows) else ()
-        return (*COLUMNS, *task_columns(self.rows), *predicted)
+        return (*COLUMNS, *objective_columns(self.rows), *task_columns(self.rows), *predicted)
 
     @cached_property
     def varied(self) -> dict[str, list[Any]]:

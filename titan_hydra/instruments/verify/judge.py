@@ -180,8 +180,11 @@ def differ(run: Trace, reference: Trace, draw: bool = False) -> Differences:
     subtracted, but not for a `draw`, which measures rounding.
     """
     steps, start = 0 if draw else len(run.losses), reference.start
+    # a reference in float64 has no columns; a column may be close to 0, as a divergence is
+    columns = zip(run.columns, reference.columns, strict=bool(reference.columns))
+    apart = [_finite(abs(value - right) / max(abs(right), 1.0)) for value, right in columns]
     return {
-        "loss": {"loss": _largest(run.losses, reference.losses)},
+        "loss": {"loss": _largest(run.losses, reference.losses)} | ({"columns": max(apart)} if apart else {}),
         "norm": {"norm": _largest(run.norms, reference.norms)},
         "gradients": {
             name: _relative(run.gradients[name] - gradient, gradient) for name, gradient in reference.gradients.items()

@@ -57,6 +57,7 @@ class Trace:
     data: int = 0  # see Outcome.data
     export: int = 0  # see Outcome.export
     doubtful: int = 0  # see Outcome.doubtful
+    columns: list[float] = field(default_factory=list)  # the objective's columns that belong to the losses
 
 
 def train_in_float64(

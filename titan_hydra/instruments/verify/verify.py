@@ -116,12 +116,12 @@ def trace(
         agreement = trainer.agree(share, trainer.measure())
         trainer.update(agreement)
         result.loads.append(loads(trainer))
-        loss, norm, *_ = agreement.read()
-        result.losses.append(loss)
+        loss, norm, _, columns = agreement.read()
+        take(result, loss, columns)
         result.norms.append(norm)
     loader.close()
     if case is not None and case.validated:
-        result.losses.append(validated_loss(job, trainer, 1 if then is None else 2))
+        take(result, *validated(job, trainer, 1 if then is None else 2))
     if case is not None and case.exported:
         result.export = export_differs(trainer, held_out_of(job))
     result.weights = _of_all_stages(trainer, master_of)
@@ -131,13 +131,19 @@ def trace(
     return result
 
 
-def validated_loss(job: Job, trainer: Trainer, times: int) -> float:
-    """Validate one or several times, each time on the same samples, and return the last loss. A collective."""
+def take(result: Trace, loss: float, columns: list[float]) -> None:
+    """Add the loss and the objective's columns of a step or of a validation."""
+    result.losses.append(loss)
+    result.columns += columns
+
+
+def validated(job: Job, trainer: Trainer, times: int) -> tuple[float, list[float]]:
+    """Validate one or several times, each time on the same samples, and return the last loss and columns. A collective."""
     held_out = data.build(job, trainer.mesh.data_rank, trainer.mesh.data_ranks, split="validation")
     with trainer.held_out_weights():
-        loss = [trainer.validate(held_out, HELD_OUT) for _ in range(times)][-1]
+        loss, columns = [trainer.validate(held_out, HELD_OUT) for _ in range(times)][-1]
     held_out.close()
-    return loss
+    return loss, [*columns.values()]
 
 
 def loads(trainer: Trainer) -> dict[str, list[float]]:

@@ -14,7 +14,15 @@ COMMANDS = {
             "titan data score-pairs c992 pairs.jsonl --out scored.jsonl",
             "titan data score-pairs c992 pairs.jsonl --out scored.jsonl --max-bad-rows 1",
         ),
-    )
+    ),
+    "data score-rollouts": Word(
+        f"{__name__}.score_command:of_rollouts",
+        "write beside rollouts the log-probabilities that a model gives to each sampled token",
+        (
+            "titan data score-rollouts c992 drawn.jsonl --out scored.jsonl",
+            "titan data score-rollouts c992 drawn.jsonl --column old_logprobs --out scored.jsonl",
+        ),
+    ),
 }
 OF_PAIRS, OF_ROLLOUTS = (*TURNS, "reference"), (*TURNS, "old_logprobs", "advantages")
 ROWS, LOSSES = f"{__name__}.rows", f"{__name__}.objectives"
@@ -41,6 +49,7 @@ register(
         split_logits=True,
         cases=f"{__name__}.cases:OF_ROLLOUTS",
         exact=f"{__name__}.exact:clipped",
+        faults=f"{__name__}.config:faults_of_policy",
     )
 )
 register(
@@ -66,7 +75,7 @@ register(
         documents=False,
         needs_path=True,
         suffixes=LINES,
-        gives=OF_ROLLOUTS,
+        gives=(*OF_ROLLOUTS, "ref_logprobs"),
         encodes=True,
         faults=f"{ROWS}:faults_of_rollouts",
         sampled=True,

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.field import key
-from titan_hydra.core.job.config.ranges import POSITIVE
+from titan_hydra.core.job.config.ranges import NOT_NEGATIVE, POSITIVE
+from titan_hydra.core.job.config.registry import DATA_SOURCES
 from titan_hydra.core.job.config.schema import Job, Objective
 from titan_hydra.core.job.config.source import DigestedSource
+from titan_hydra.core.job.inputs import data_sources
 from titan_hydra.recipes.chat.sources import RowSource, TemplateSource
 
 
@@ -37,6 +39,21 @@ class PolicyGradient(Objective):
         POSITIVE,
         changes="learning",
     )
+    clip_high: float | None = key(
+        None,
+        "the clip above 1, which DAPO makes larger than the one below 1; null: that of objective.clip",
+        POSITIVE,
+        identity="if set",
+        changes="learning",
+    )
+    kl: float | None = key(
+        None,
+        "coefficient of the KL divergence from a reference, whose log-probabilities are in the column ref_logprobs; 0 "
+        "only measures it; null: the column is not read",
+        NOT_NEGATIVE,
+        identity="if set",
+        changes="learning",
+    )
 
 
 def faults(job: Job) -> Iterator[Fault]:
@@ -51,3 +68,16 @@ def faults(job: Job) -> Iterator[Fault]:
     if balance := getattr(job.model, "sequence_balance", 0):
         reason = f"it is scaled like a token's loss, and {objective} has none"
         yield Fault("model.sequence_balance", balance, reason, legal=(0,))
+
+
+def logprobs_read(objective: Objective) -> tuple[str, ...]:
+    """Return the columns of log-probabilities that an objective reads from rollouts."""
+    return ("old_logprobs",) if getattr(objective, "kl", None) is None else ("old_logprobs", "ref_logprobs")
+
+
+def faults_of_policy(job: Job) -> Iterator[Fault]:
+    """A divergence from a reference needs sources that give the reference's log-probabilities."""
+    for place, source in data_sources(job.data).items():
+        kl = getattr(job.objective, "kl", None)
+        if kl is not None and "ref_logprobs" not in DATA_SOURCES[source.name].gives:
+            yield Fault("objective.kl", kl, f"{place}.name={source.name} gives no ref_logprobs", (None,))

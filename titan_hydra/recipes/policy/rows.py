@@ -8,7 +8,7 @@ so that no layout separates them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from titan_hydra.recipes.chat.rows import (
 from titan_hydra.recipes.chat.sources import RowSource
 from titan_hydra.recipes.chat.template import Template, load_template
 
-from .config import PairSource
+from .config import PairSource, logprobs_read
 
 if TYPE_CHECKING:
     from titan_hydra.core.data import Wanted
@@ -123,8 +123,9 @@ class RolloutReader(ConversationReader):
 
     rows = "rollouts"
 
-    def __init__(self, lines: Records | HubRecords, tokenizer: Tokenizer, vocab_size: int):
-        self.lines, self.tokenizer, self.vocab_size = lines, tokenizer, vocab_size
+    def __init__(self, lines: Records | HubRecords, tokenizer: Tokenizer, vocab_size: int, logprobs: Sequence[str]):
+        """Create the reader. `logprobs` are the columns of log-probabilities that rows must have."""
+        self.lines, self.tokenizer, self.vocab_size, self.logprobs = lines, tokenizer, vocab_size, logprobs
 
     @property
     def signature(self) -> dict[str, Any]:
@@ -132,11 +133,11 @@ class RolloutReader(ConversationReader):
 
     def read(self, line: Record) -> Turns:
         """Read a row."""
-        return rollout(line, self.vocab_size)
+        return rollout(line, self.vocab_size, self.logprobs)
 
 
-def rollout(line: Record, vocab_size: int) -> Turns:
-    """Read a row of `tokens`. `old_logprobs` and `advantages` belong to the last tokens; the tokens before those
+def rollout(line: Record, vocab_size: int, logprobs: Sequence[str] = ("old_logprobs",)) -> Turns:
+    """Read a row of `tokens`. The columns `logprobs` and `advantages` belong to the last tokens; the tokens before those
     are the prompt. A single advantage applies to all tokens. Rows contain ids and not text, as encoding a text
     again can give other ids.
     """
@@ -152,7 +153,13 @@ def rollout(line: Record, vocab_size: int) -> Turns:
     if not _numbers(advantages) or len(advantages) != len(old):
         raise ValueError(f"'advantages' is neither a number nor a list of {len(old)}, one for each of 'old_logprobs'")
     prompt = len(tokens) - len(old)
-    values = {"old_logprobs": old, "advantages": advantages}
+    values = {name: row.get(name) for name in logprobs} | {"advantages": advantages}
+    for name, numbers in values.items():
+        if not _numbers(numbers) or len(numbers) != len(old):
+            raise ValueError(
+                f"{name!r} must be a list of {len(old)} numbers, one for each of 'old_logprobs', as objective.kl needs "
+                "them: `titan data score-rollouts` adds them"
+            )
     return Turns(
         np.array(tokens, dtype=np.int32),
         np.arange(len(tokens)) >= prompt,
@@ -173,7 +180,15 @@ def open_preference(key: str, source: PairSource, wanted: Wanted, seed: int) -> 
 def open_rollouts(key: str, source: schema.Source, wanted: Wanted, seed: int) -> Chat:
     """Open the rows of data=rollouts."""
     return Chat(
-        key, RolloutReader(open_rows(key, source, wanted), wanted.tokenizer, wanted.job.model.vocab_size), wanted, seed
+        key,
+        RolloutReader(
+            open_rows(key, source, wanted),
+            wanted.tokenizer,
+            wanted.job.model.vocab_size,
+            logprobs_read(wanted.job.objective),
+        ),
+        wanted,
+        seed,
     )
 
 
@@ -219,7 +234,7 @@ def faults_of_rollouts(key: str, source: RowSource, job: schema.Job) -> Iterator
             where = f"row {number + 1}"
             try:
                 where, line = lines.row(number)
-                yield rollout(line, job.model.vocab_size)
+                yield rollout(line, job.model.vocab_size, logprobs_read(job.objective))
             except BadRow as error:
                 yield error
             except ValueError as error:

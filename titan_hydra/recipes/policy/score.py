@@ -1,13 +1,15 @@
-"""Log-probabilities of the answers of pairs under the model of a run, in one process."""
+"""Log-probabilities of the answers of pairs, and of the tokens of rollouts, under the model of a run, in one process."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.checkpoint.opened import open_model
+from titan_hydra.core.checkpoint.opened import Opened, open_model
 from titan_hydra.core.data.files import record_of
 from titan_hydra.core.data.records import Records
 from titan_hydra.core.data.shards import BadRow, BadShards
@@ -17,7 +19,7 @@ from titan_hydra.core.train.score import token_losses
 from titan_hydra.recipes.chat.rows import Turns
 from titan_hydra.recipes.chat.template_of_run import template_of_facts
 
-from .rows import REFERENCE, PairReader
+from .rows import REFERENCE, PairReader, RolloutReader
 
 
 def score_pairs(
@@ -27,38 +29,79 @@ def score_pairs(
     that is not a pair is left out if `bad` allows that. Raises ConfigError, and writes nothing, for more such rows, or
     one that is longer than the model's sequence length.
     """
-    opened = open_model(place, tokenizer_file)
-    config, template = opened.config, template_of_facts(opened.facts)
-    bad = bad or BadShards()
-    reader = PairReader(Records([pairs], bad), template, opened.words, scored=False)
-    rows = dict[int, Turns]()
+    opened, bad = open_model(place, tokenizer_file), bad or BadShards()
+    reader = PairReader(Records([pairs], bad), template_of_facts(opened.facts), opened.words, scored=False)
+
+    def scored(model: nn.Module, row: Turns) -> dict[str, Any]:
+        found = [answer.sum().item() for answer in log_probabilities(model, row)]
+        return dict(zip(REFERENCE, found, strict=True))
+
+    return _score_rows(opened, reader, pairs, out, dtype, bad, scored)
+
+
+def score_rollouts(
+    place: Path,
+    rollouts: Path,
+    out: Path,
+    column: str,
+    dtype: str,
+    tokenizer_file: Path | None = None,
+    bad: BadShards | None = None,
+) -> int:
+    """Copy the rollouts of a file into another file, with the log-probability of each sampled token in `column`. Return
+    the number of rollouts. Errors are those of `score_pairs`.
+    """
+    opened, bad = open_model(place, tokenizer_file), bad or BadShards()
+    reader = RolloutReader(Records([rollouts], bad), opened.words, opened.config.vocab_size, ("old_logprobs",))
+
+    def scored(model: nn.Module, row: Turns) -> dict[str, Any]:
+        (found,) = log_probabilities(model, row)
+        return {column: found.tolist()}
+
+    return _score_rows(opened, reader, rollouts, out, dtype, bad, scored)
+
+
+def _score_rows(
+    opened: Opened,
+    reader: PairReader | RolloutReader,
+    file: Path,
+    out: Path,
+    dtype: str,
+    bad: BadShards,
+    scored: Callable[[nn.Module, Turns], dict[str, Any]],
+) -> int:
+    """Write the rows of a file with the columns that `scored` returns for each."""
+    config, rows = opened.config, dict[int, Turns]()
     for number in range(len(reader.lines)):
         try:
             rows[number] = reader.turns(number)
         except BadRow as error:
             bad.add(error)
-    longest = max((length for row in rows.values() for length in row.documents), default=0)
+    longest = max((length for row in rows.values() for length in lengths(row)), default=0)
     if not rows or longest > config.max_seq_len:
         reason = (
             f"an answer with its question has {longest:,} tokens, more than model.max_seq_len={config.max_seq_len:,}"
         )
-        raise ConfigError(f"{pairs}: {reason if rows else 'no row in it'}")
+        raise ConfigError(f"{file}: {reason if rows else 'no row in it'}")
     model = load_model(opened.reader, config, longest, dtype)
     lines = []
     for number, row in rows.items():
-        scores = dict(zip(REFERENCE, log_probabilities(model, row), strict=True))
-        lines.append(
-            json.dumps(record_of(reader.lines.row(number)[1]) | scores, ensure_ascii=False, default=str) + "\n"
-        )
+        whole = record_of(reader.lines.row(number)[1]) | scored(model, row)
+        lines.append(json.dumps(whole, ensure_ascii=False, default=str) + "\n")
     write_text(out, "".join(lines))
     return len(rows)
 
 
-def log_probabilities(model: nn.Module, turns: Turns) -> list[float]:
-    """Return the log-probability of the learned tokens of each document, one forward per document."""
+def lengths(turns: Turns) -> tuple[int, ...]:
+    """Return the lengths of the documents of a row."""
+    return turns.documents or (len(turns.tokens),)
+
+
+def log_probabilities(model: nn.Module, turns: Turns) -> list[Tensor]:
+    """Return the log-probability of each learned token, by document, one forward per document."""
     found, begin = [], 0
-    for length in turns.documents:
+    for length in lengths(turns):
         losses = token_losses(model, torch.from_numpy(turns.tokens[None, begin : begin + length]))[0]
-        found.append(-losses[torch.from_numpy(turns.trained[begin + 1 : begin + length])].sum().item())
+        found.append(-losses[torch.from_numpy(turns.trained[begin + 1 : begin + length])])
         begin += length
     return found

@@ -5,7 +5,7 @@ model, and the loss.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +27,8 @@ class Objective(ABC):
     """
 
     dims: Mapping[str, Dims]  # for every tensor that `batch` can return, the dimensions along which it is cut
+    # names of numbers beside the loss, each the mean of a further sum of `loss` over the elements that count
+    columns: tuple[str, ...] = ()
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -59,12 +61,23 @@ class Objective(ABC):
     @abstractmethod
     def loss(self, output: Tensor, batch: Tensors) -> Tensor:
         """Return the loss summed over the elements that count. `output` is the model's output. compile=block compiles
-        this function too.
+        this function too. An objective with `columns` returns a vector: this sum, which alone has a gradient, and the
+        sum of each column.
         """
 
     def measure(self, output: Tensor, batch: Tensors) -> Tensor:
-        """Return the sum that a validation divides by the number of elements that count, to measure the model."""
+        """Return the sum that a validation divides by the number of elements that count, to measure the model; with
+        `columns`, a vector as `loss` does.
+        """
         return self.loss(output, batch)
+
+    def named(self, means: Sequence[float]) -> dict[str, float]:
+        """Return the means of `columns` by the names that they have in metrics.jsonl: OBJECTIVE/COLUMN."""
+        return {f"{self.job.objective.name}/{name}": mean for name, mean in zip(self.columns, means, strict=True)}
+
+    def warnings_of_first_step(self, means: Mapping[str, float]) -> Iterator[str]:
+        """Yield warnings about the `named` means of a run's first step."""
+        return iter(())
 
     def example(self, samples: int) -> Batch:
         """Return a batch of zeros with the shapes of real batches. Each of its samples is a single document."""

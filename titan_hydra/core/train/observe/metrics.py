@@ -149,6 +149,7 @@ class Metrics:
         self.events: Rows | None = None
         self.trackers: list[Tracker] = []
         self.losses: list[float] = []  # the loss of each step since the last row
+        self.columns: list[dict[str, float]] = []  # the objective's columns of each of these steps
         self.first_row = True  # whether this process has written no row
         self.mean_loss: float | None = None  # the value `loss_mean` of the last row
         self.tasks: dict[str, dict[str, float]] = {}  # the newest results of each evaluation task
@@ -180,14 +181,16 @@ class Metrics:
         grad_norm: float,
         lr: float,
         times: list[float],
+        columns: dict[str, float],
         more: Sequence[Any] = (),
     ) -> None:
-        """Collect a step's measurements, and write a row if one is due. `loss` is None if no element of the step's batch
-        counts; `times` is the sum of `own_times` over the
-        ranks; each of `more` that is not None reads further fields, by a collective. All ranks must call this, because
-        an all-reduce finds the largest memory of all ranks.
+        """Collect a step's measurements, and write a row if one is due. `loss` is None, and `columns` (of the objective)
+        empty, if no element of the step's batch counts; `times` is the sum of `own_times` over the ranks; each of `more`
+        that is not None reads further fields, by a collective. All ranks must call this, because an all-reduce finds the
+        largest memory of all ranks.
         """
         self.losses += [] if loss is None else [loss]
+        self.columns += [columns] if columns else []
         due = self.due(step)
         self.clock.own.next_step(recorded=due)
         if due:
@@ -226,6 +229,7 @@ class Metrics:
         row |= slowest(times, self.peers if times else []) | dict(
             field for one in more if one for field in one.read().items()
         )
+        row |= self._means()
         if self.job.debug.balance_experts:
             row["balanced_experts"] = True
         if first:  # this is the first row of the process; its time includes compilation
@@ -238,6 +242,11 @@ class Metrics:
                 self.rows.add(row)
                 print(console_line(row, self.job.steps), flush=True)
                 self._track(row)
+
+    def _means(self) -> dict[str, float | None]:
+        """Return the means of the objective's columns over the steps since the last row."""
+        rows, self.columns = self.columns, []
+        return finite_or_null({name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} if rows else {})
 
     def event(self, name: str, step: int, **values: Any) -> None:
         """Write a row to events.jsonl about an event: a validation, a checkpoint, bad files, ... A number that is not
@@ -359,6 +368,7 @@ def console_line(row: dict[str, Any], steps: int) -> str:
         parts.append(f"memory {row['memory_reserved_gib']:.1f} GiB")
     if row.get("balanced_experts"):
         parts.append("experts balanced by force")
+    parts += columns_in(row)
     if row["step"] < steps:
         parts.append(f"{timedelta(seconds=round((steps - row['step']) * row['step_seconds']))} left")
     return "  ".join(parts)
@@ -368,7 +378,8 @@ def event_line(row: dict[str, Any], steps: int) -> str:
     """Return the line of an event, in the style of a step's line."""
     values = {key: value for key, value in row.items() if key not in ("event", "step")}
     if row["event"] == "validation":
-        parts = [f"validation loss {or_dash(values['validation_loss'], '.4f')}", f"{values['seconds']:.2f} s"]
+        loss, seconds = or_dash(values["validation_loss"], ".4f"), f"{values['seconds']:.2f} s"
+        parts = [f"validation loss {loss}", *columns_in(row), seconds]
     elif row["event"] == "checkpoint":
         held, seconds = values["seconds_held"], values["seconds"]
         parts = [
@@ -381,6 +392,12 @@ def event_line(row: dict[str, Any], steps: int) -> str:
             *(f"{key} {v:.4f}" if isinstance(v, float) else f"{key} {v}" for key, v in values.items()),
         ]
     return "  ".join([_step(row, steps), *parts])
+
+
+def columns_in(row: dict[str, Any]) -> list[str]:
+    """Return the objective's columns in a row, as text; their names hold a slash."""
+    columns = {name.partition("/")[2]: value for name, value in row.items() if "/" in name}
+    return [f"{name} {or_dash(value, '.4g')}" for name, value in columns.items()]
 
 
 def _step(row: dict[str, Any], steps: int) -> str:
