@@ -33,6 +33,7 @@ from titan_hydra.core.kernels import documents, grouped, logits  # noqa: F401 - 
 from .compile import compiled_parts
 from .experts import sparse_layers
 from .mesh import Mesh
+from .offload import Host
 
 GROUPED, SENT = "titan_hydra.grouped_matmul", "titan_hydra.sent_grouped_matmul"
 MATMULS = ("aten.mm", "aten.addmm", "aten._scaled_mm", GROUPED, SENT)  # addmm is a matmul with bias
@@ -64,6 +65,7 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode.contexts:
         options["context_fn"] = resolve(mode.contexts)(config, bool(sparse_layers(module)))
+    around = Host().hooks if mode.host else nullcontext
     # equal blocks share one class: the compiler compiles once per class
     classes: dict[tuple[type, str, bool], type] = {}
     for name, block in blocks.items():
@@ -80,16 +82,19 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         for owner, method in methods:
             key = (type(owner), method, sparse)
             if key not in classes:
-                classes[key] = checkpointed(type(owner), method, own)
+                classes[key] = checkpointed(type(owner), method, own, around)
             owner.__class__ = classes[key]
 
 
-def checkpointed(kind: type[nn.Module], method: str, options: dict[str, Any]) -> type[nn.Module]:
-    """Return a subclass of the same name whose method `method` is checkpointed."""
+def checkpointed(
+    kind: type[nn.Module], method: str, options: dict[str, Any], around: Callable[[], AbstractContextManager]
+) -> type[nn.Module]:
+    """Return a subclass of the same name whose method `method` is checkpointed, in a context of `around`."""
     plain = getattr(kind, method)
 
     def forward(self, *args, **kwargs):
-        return checkpoint(partial(plain, self), *args, **options, **kwargs)
+        with around():
+            return checkpoint(partial(plain, self), *args, **options, **kwargs)
 
     # a code object of its own, as the compiler limits the number of compilations of each
     forward.__code__ = forward.__code__.replace(co_name=f"{kind.__name__}_{method}")

@@ -77,7 +77,7 @@ MATRIX = [
 
     # Activation checkpointing and compile
     *(case(f"fsdp 4, tp 2, ac {ac}", 4, "parallelism=fsdp_tp", f"ac={ac}", "data.local_batch=8", slow=ac in ("layer", "op"))
-      for ac in ("full", "layer", "op", "lean")),
+      for ac in ("full", "layer", "op", "lean", "offload")),
     case("tp 2, ac op, sequence parallel off", 2, "parallelism=tp", "ac=op", "parallelism.sequence_parallel=off", "data.local_batch=16"),
     *(case(f"fsdp 4, tp 2, compile, ac {ac}", 4, "parallelism=fsdp_tp", *COMPILED, f"ac={ac}", "data.local_batch=8", slow=ac != "none")
       for ac in ("none", "op", "lean")),
@@ -86,7 +86,7 @@ MATRIX = [
       for what in ("loss_parallel", "sequence_parallel")),
     *(case(f"fsdp 2, compile, ac {ac}", 2, "parallelism=fsdp", *COMPILED, f"ac={ac}", "data.local_batch=8", slow=True)
       for ac in ("full", "layer", "memory_budget")),
-    *(case(f"pp 2, ac {ac}", 2, "parallelism=pp", f"ac={ac}", "data.local_batch=16") for ac in ("full", "layer", "op", "lean")),
+    *(case(f"pp 2, ac {ac}", 2, "parallelism=pp", f"ac={ac}", "data.local_batch=16") for ac in ("full", "layer", "op", "lean", "offload")),
     *(case(f"pp 2, compile, ac {ac}", 2, "parallelism=pp", *COMPILED, f"ac={ac}", "data.local_batch=16", slow=True)
       for ac in ("none", "full", "op")),
 
@@ -167,7 +167,7 @@ MATRIX = [
          base=("model.vocab_size=4096", "data=embedded", "data.document_mask=true", "data.seq_len=256")),
     case("cp 2, chunked loss", 2, "parallelism=cp", "loss=linear_cross_entropy", "data.local_batch=16"),
     *(case(f"cp 2, {rotate}, ac {mode}", 2, "parallelism=cp", f"parallelism.cp_rotate={rotate}", f"ac={mode}", "data.local_batch=16")
-      for rotate, mode in (("alltoall", "full"), ("alltoall", "op"), ("ulysses", "op"))),
+      for rotate, mode in (("alltoall", "full"), ("alltoall", "op"), ("ulysses", "op"), ("allgather", "offload"))),
     *(case(f"cp 2, {rotate}, compile", 2, "parallelism=cp", f"parallelism.cp_rotate={rotate}", *COMPILED, "data.local_batch=16", slow=True)
       for rotate in ("allgather", "ulysses")),
 
@@ -240,7 +240,7 @@ MATRIX = [
     *(case(f"bf16, cp 2, {rotate}", 2, "parallelism=cp", f"parallelism.cp_rotate={rotate}", "data.local_batch=16", **BF16)
       for rotate in ("allgather", "alltoall", "ulysses")),
     *(case(f"bf16, tp 2, {what}", 2, "parallelism=tp", *overrides, "data.local_batch=16", **BF16) for what, overrides in (
-        ("compile", COMPILED), ("ac op", ("ac=op",)))),
+        ("compile", COMPILED), ("ac op", ("ac=op",)), ("ac offload", ("ac=offload",)))),
     # This loss rounds the logits' gradient before dividing it by the number of tokens; the plain loss divides first.
     *(case(f"bf16, {layout} 2, linear_cross_entropy, uneven mask, accumulation 2", 2, f"parallelism={layout}", f"data.local_batch={batch}",
            uneven_mask=True, **BF16 | {"base": ("precision=bf16", *LINEAR)}) for layout, batch in (("tp", 8), ("fsdp", 4))),
@@ -316,7 +316,7 @@ MATRIX = [
     *(case(f"{family}, fsdp 2, ep 2, {name}", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=4", *more, base=base,
            slow="compile" in name or family == "qwen3_moe")
       for name, *more in (
-          *((f"ac {ac}", f"ac={ac}") for ac in ("full", "layer", "op", "lean")), ("linear_cross_entropy", *LINEAR),
+          *((f"ac {ac}", f"ac={ac}") for ac in ("full", "layer", "op", "lean", "offload")), ("linear_cross_entropy", *LINEAR),
           *((f"compile, ac {ac}", *COMPILED, f"ac={ac}") for ac in ("none", "full", "op")))
       for family, base in SPARSE),
     *(case(f"{family}, tp 2, ep 2, compile", 2, "parallelism=tp", "parallelism.ep=2", "data.local_batch=16", *COMPILED, base=base,

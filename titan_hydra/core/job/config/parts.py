@@ -177,6 +177,7 @@ for mode in (
     ActivationCheckpointKind("lean", OperatorCheckpoint, lambda config: 1, f"{SELECTIVE}:every_matmul"),
     ActivationCheckpointKind("op", OperatorCheckpoint, lambda config: 1, f"{SELECTIVE}:every_second_matmul", matmuls=2),
     ActivationCheckpointKind("full", every=lambda config: 1),
+    ActivationCheckpointKind("offload", every=lambda config: 1, host=True, searched=False),
     ActivationCheckpointKind("layer", LayerCheckpoint, lambda config: config.every, searched=False),
     ActivationCheckpointKind("memory_budget", MemoryBudget, budget=lambda config: config.budget, searched=False),
 ):

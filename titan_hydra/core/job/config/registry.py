@@ -150,6 +150,7 @@ class ActivationCheckpointKind:
     contexts: Reference | None = None
     matmuls: int = 1
     budget: Callable[[Any], float] | None = None
+    host: bool = False  # whether the inputs of checkpointed blocks are kept in the host's memory
     # whether `titan plan` tries this mode and faults suggest it; modes are registered from the least recomputation to
     # the most
     searched: bool = True

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 
-from titan_hydra.core.job.config.fault import Fault, fault_at
+from titan_hydra.core.job.config.fault import Fault, fault_at, required
 from titan_hydra.core.job.config.registry import CP_ROTATIONS
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.recomputation import mode_of, recomputed_share
@@ -45,6 +45,12 @@ def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
     """With a memory budget, the compiler chooses the activations to keep when it splits forward from backward."""
     if mode_of(job).budget and job.compile.name != "block":
         yield fault_at(job, "compile.name", f"ac={job.ac.name} needs the compiler", "block")
+
+
+def inputs_in_the_hosts_memory_are_not_compiled(job: Job) -> Iterator[Fault]:
+    """The compiler's code saves the inputs of compiled blocks by itself, before they could be copied to the host."""
+    if mode_of(job).host:
+        yield from required(job, ("compile.name", "off", f"ac={job.ac.name} copies what blocks save, one block at a time"))
 
 
 def a_whole_model_is_one_graph(job: Job) -> Iterator[Fault]:
@@ -115,6 +121,7 @@ def saved_operators_are_names(job: Job) -> Iterator[Fault]:
 RECIPE = [
     async_tensor_parallel_is_the_compilers,
     memory_budget_is_the_compilers,
+    inputs_in_the_hosts_memory_are_not_compiled,
     a_whole_model_is_one_graph,
     a_compiled_ring_has_two_ranks,
     compiled_tensor_parallel_blocks_save_tensors,

@@ -1,0 +1,79 @@
+"""ac=offload: between its forward and its backward, the input of a block is in the memory of the host. The backward
+computes everything else of the block again, as with ac=full.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class Kept:
+    """An input of a block in the host's memory and, from shortly before its use on, its copy on the device."""
+
+    def __init__(self, number: int, host: Tensor, device: torch.device) -> None:
+        self.number, self.host, self.device = number, host, device
+        self.copy: Tensor | None = None
+        self.arrived: torch.cuda.Event | None = None
+
+
+class Host:
+    """The inputs of one stage's blocks that are in the host's memory, in the order of their forwards.
+
+    On CUDA, the memory is pinned, and a stream of its own copies from and to it. While a block's backward runs, the
+    input of the block before it is copied, so two inputs are on the device. On a CPU, an input is copied once.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = count()
+        self.waiting: WeakValueDictionary[int, Kept] = WeakValueDictionary()  # a graph that is dropped drops its inputs
+        self.stream: torch.cuda.Stream | None = None
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Return a context in which torch's checkpoint saves a block's input by `keep` and gets it by `bring`."""
+        return saved_tensors_hooks(self.keep, self.bring)
+
+    def keep(self, saved: Tensor) -> Tensor | Kept:
+        """Copy a block's input to the host. What has no gradient (rotary tables, positions) is shared, and stays."""
+        if not saved.requires_grad:
+            return saved
+        host = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
+        if saved.is_cuda:
+            self.stream = self.stream or torch.cuda.Stream(saved.device)
+            self.stream.wait_stream(torch.cuda.current_stream(saved.device))
+            with torch.cuda.stream(self.stream):
+                host.copy_(saved, non_blocking=True)
+            saved.record_stream(self.stream)  # its memory is not reused before the copy has ended
+        else:
+            host.copy_(saved)
+        kept = Kept(next(self.numbers), host, saved.device)
+        self.waiting[kept.number] = kept
+        return kept
+
+    def bring(self, kept: Tensor | Kept) -> Tensor:
+        """Return a block's input on its device, and begin to copy the one whose backward is expected next."""
+        if isinstance(kept, Tensor):
+            return kept
+        if self.stream is None:
+            return kept.host
+        copy = self.copied(kept)
+        self.waiting.pop(kept.number, None)
+        if earlier := [number for number in self.waiting if number < kept.number]:
+            self.copied(self.waiting[max(earlier)])
+        current = torch.cuda.current_stream(kept.device)
+        current.wait_event(kept.arrived)
+        copy.record_stream(current)
+        kept.copy = None
+        return copy
+
+    def copied(self, kept: Kept) -> Tensor:
+        """Return the copy of an input on its device. Begin to copy it if that was not done before."""
+        if kept.copy is None:
+            with torch.cuda.stream(self.stream):
+                kept.copy = kept.host.to(kept.device, non_blocking=True)
+                kept.arrived = torch.cuda.current_stream(kept.device).record_event()
+        return kept.copy
