@@ -125,6 +125,7 @@ def pretend(library: Path) -> None:
     # keeps a reference to torch's own function, which `with torch.device("meta")` recognizes
     torch.utils._device._device_constructors()
     torch.empty = without_data(torch.empty)
+    torch.empty_like = pinned_on_request(torch.empty_like)
 
 
 def pin_memory(tensor, device=None):
@@ -132,6 +133,17 @@ def pin_memory(tensor, device=None):
     copy = tensor.clone()
     copy.pinned = True
     return copy
+
+
+def pinned_on_request(make):
+    """Let what a function creates with pin_memory=True count as page-locked."""
+
+    def made(*args, pin_memory=False, **kwargs):
+        tensor = make(*args, **kwargs)
+        tensor.pinned = pin_memory
+        return tensor
+
+    return made
 
 
 def unseen(propagate):

@@ -9,7 +9,12 @@ from typing import Any
 
 Records = dict[str, dict[str, Any]]  # by rank
 ONE_WAIT = {"event.synchronize at core/train/step.py Agreement.read": 1}  # the one wait of each step
-COPIES = {"to the device at core/data/batch.py onto", "to the host at core/train/step.py Agreement.__init__"}
+COPIES = {
+    "to the device at core/data/batch.py onto",
+    "to the host at core/train/step.py Agreement.__init__",
+    "to the host at core/parallel/offload.py Host.keep",
+    "to the device at core/parallel/offload.py Host.copied",
+}
 
 
 def faults(records: Records, waits: dict[str, int], gathers: int | None = None) -> list[str]:

@@ -70,6 +70,9 @@ LAYOUTS = {
     ),
     # For each microbatch: two blocks and the embedding, in forward and backward, and the head once.
     "llama3, fsdp 2, three microbatches": layout(2, LLAMA, "parallelism=fsdp", samples=12, gathers=21),
+    "llama3, fsdp 2, ac offload": layout(
+        2, LLAMA, "parallelism=fsdp", "ac=offload", "model.n_layers=3", "compile=off", samples=8
+    ),
     "llama3, hsdp 4, muon": layout(4, LLAMA, "parallelism=hsdp", "optimizer=muon", samples=8),
     "llama3, tp 2, lora": layout(2, LLAMA, "parallelism=tp", "adapter=lora", samples=2),
     "llama3, fsdp 4, tp 2, float8 tensorwise": layout(

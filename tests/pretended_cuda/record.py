@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
         if name == "_to_copy":
             source, target, later = args[0], outputs[0], kwargs.get("non_blocking", False)
         elif name == "copy_":
-            target, source, later = args[0], args[1], len(args) > 2 and args[2]
+            target, source, later = args[0], args[1], kwargs.get("non_blocking", len(args) > 2 and args[2])
         else:
             return
         if {source.device.type, target.device.type} != {"cpu", "cuda"}:
