@@ -246,7 +246,7 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
 
 
 def saved(shape: Shape) -> float:
-    """Return the bytes that a block's forward keeps for one microbatch. Their number depends on activation
+    """Return the bytes that a block's forward keeps on the device for one microbatch. Their number depends on activation
     checkpointing.
     """
     job, tp, used = shape.job, shape.job.parallelism.tp, shape.used
@@ -268,6 +268,8 @@ def saved(shape: Shape) -> float:
     ):  # eager code keeps the result of the activation function and the float mask; compiled code computes them again
         everything += used * (width + _mask(shape) / shape.tokens)
     everything += shape.experts.everything if shape.experts else 0
+    if mode.host:
+        return 0
     if not mode.contexts:
         return shape.tokens * ((1 - shape.whole_again) * everything + shape.whole_again * used * dim)
     # A row-parallel linear keeps its output after the sum over ranks and, in eager code, also its output before the
@@ -332,6 +334,8 @@ def _between_stages(shape: Shape, rank: int, constants: Constants) -> list[Term]
     # in eager code without recomputation, each block has its own mask, which `saved` counts
     shared = shape.compiled or shape.recomputes
     terms = [Term("masks", _mask(shape) * number)] if shared else []  # a mask has one byte per element
+    if mode_of(job).host:  # the input of the block whose backward runs, and the next one on its way
+        terms.append(Term("inputs from the host", 2 * shape.tokens * shape.used * shape.residual))
     terms += [Term("masks", number * sum(map(_mask, shape.before)))] if 0 in shape.stages[rank] else []
     if last:
         message = shape.tokens * shape.used * shape.residual
