@@ -260,6 +260,12 @@ BAD = [  # changed values, the key and the rule that are named, the nearest lega
     ),
     ({"ac__name": "memory_budget"}, "compile.name", "memory_budget_is_the_compilers", "block"),
     (
+        {"ac__name": "offload", "compile__name": "block"},
+        "compile.name",
+        "inputs_in_the_hosts_memory_are_not_compiled",
+        "off",
+    ),
+    (
         {"gpus": 4, "parallelism__cp": 4, "parallelism__cp_rotate": "alltoall", "compile__name": "block"},
         "parallelism.cp_rotate",
         "a_compiled_ring_has_two_ranks",

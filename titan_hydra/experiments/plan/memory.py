@@ -287,6 +287,20 @@ def saved(shape: Shape) -> float:
     return shape.tokens * (used * (dim + (2 * dim if both else 0) + matmuls) + attention + routed)
 
 
+def input_bytes(shape: Shape) -> float:
+    """Return the bytes of a block's input for one microbatch."""
+    return shape.tokens * shape.used * shape.residual
+
+
+def on_the_host(job: Job) -> float:
+    """Return the bytes of pinned host memory that a device needs for the inputs of its blocks; 0 without ac=offload."""
+    if not mode_of(job).host:
+        return 0
+    shape = shape_of(job)
+    most = max(in_flight(job, rank, shape.layers).most for rank in range(len(shape.stages)))
+    return most * input_bytes(shape)
+
+
 def _norms(shape: Shape) -> float:
     """Return the elements per token in the outputs of a block's two norms. With tensor parallelism, the gathered
     outputs are counted, which the linears read.
@@ -335,7 +349,7 @@ def _between_stages(shape: Shape, rank: int, constants: Constants) -> list[Term]
     shared = shape.compiled or shape.recomputes
     terms = [Term("masks", _mask(shape) * number)] if shared else []  # a mask has one byte per element
     if mode_of(job).host:  # the input of the block whose backward runs, and the next one on its way
-        terms.append(Term("inputs from the host", 2 * shape.tokens * shape.used * shape.residual))
+        terms.append(Term("inputs from the host", 2 * input_bytes(shape)))
     terms += [Term("masks", number * sum(map(_mask, shape.before)))] if 0 in shape.stages[rank] else []
     if last:
         message = shape.tokens * shape.used * shape.residual

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from titan_hydra.core.base.amounts import in_bytes
 from titan_hydra.core.job.config import from_dict
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import Fault, fault_at
@@ -20,12 +21,12 @@ from titan_hydra.core.job.dtypes import GIB
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.inputs import data_sources
 from titan_hydra.core.job.ranks import all_ranks, runs_here
-from titan_hydra.core.job.recomputation import modes_that_keep_less
+from titan_hydra.core.job.recomputation import mode_of, modes_that_keep_less
 from titan_hydra.core.job.rules.checks import check
 
 from . import memory, time
 from .bands import band_of
-from .memory import Peak
+from .memory import Peak, on_the_host
 from .shape import NotPredictable
 from .time import Speed
 
@@ -222,7 +223,8 @@ def not_counted(job: Job) -> list[str]:
 def notes(job: Job) -> list[str]:
     """Return lines beside a prediction: what it does not count, and what exchanges the rows of experts."""
     exchange = f"{DISPATCHERS[job.hardware.dispatcher]} exchanges rows of experts between ranks (hardware.dispatcher)"
-    return [*not_counted(job), *([exchange] if job.model.sparse else [])]
+    pinned = f"ac={job.ac.name}: {in_bytes(on_the_host(job))} of pinned host memory for each device"
+    return [*not_counted(job), *([exchange] if job.model.sparse else []), *([pinned] if mode_of(job).host else [])]
 
 
 def _unknown(job: Job) -> list[str]:

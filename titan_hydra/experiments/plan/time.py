@@ -15,11 +15,13 @@ from titan_hydra.core.job.config.operation import Hardware
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.pipeline import splits_backward, written_schedule
 from titan_hydra.core.job.ranks import all_ranks
+from titan_hydra.core.job.recomputation import mode_of
 from titan_hydra.core.job.schedules import actions_of, idle_time, known, play
 
 from .casts import float8_casts
 from .factors import FITTED, Factors, Pair, bandwidth, recomputed
 from .links import context_parallel_passes, exchange_passes, fsdp_delay, imbalance, tensor_parallel_passes
+from .memory import input_bytes
 from .shape import NotPredictable, Shape, shape_of
 
 # bytes of memory traffic per parameter in an update: 28 for AdamW, 8 for the norm (H200: 7.95 and 3.5 ms for 10^9)
@@ -100,6 +102,7 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
         "EP communication": exchange,
         "gradient sums": Pair(0.0, _gradient_sums(shape, factors)),
         "host": _host(shape, factors, busy.forward),
+        "offload": _offload(shape, kernels),
     } | ({} if shape.job.optimizer.qk_clip is None else {"QK-clip": _largest_logits(shape, factors)})
 
 
@@ -157,6 +160,16 @@ def _gradient_sums(shape: Shape, factors: Factors) -> float:
         return 0.0
     added = shape.whole if len(shape.stages) > 1 or not shape.wrapped else shape.block / shape.shards
     return added * shape.learned * (shape.used + 2 * shape.reduced) / bandwidth(shape, factors)
+
+
+def _offload(shape: Shape, kernels: Pair) -> Pair:
+    """Return how much longer a block's input takes to the host, and back from it, than the block's kernels run, or 0.
+    PCIe is assumed to be as fast as the network card, which is behind it.
+    """
+    if not mode_of(shape.job).host:
+        return Pair(0.0, 0.0)
+    copy = input_bytes(shape) / (shape.job.hardware.nic_gbs * 1e9)
+    return Pair(*(max(copy - spent, 0) for spent in kernels))
 
 
 def _host(shape: Shape, factors: Factors, kernels: float) -> Pair:

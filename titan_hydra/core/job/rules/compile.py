@@ -50,7 +50,9 @@ def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
 def inputs_in_the_hosts_memory_are_not_compiled(job: Job) -> Iterator[Fault]:
     """The compiler's code saves the inputs of compiled blocks by itself, before they could be copied to the host."""
     if mode_of(job).host:
-        yield from required(job, ("compile.name", "off", f"ac={job.ac.name} copies what blocks save, one block at a time"))
+        yield from required(
+            job, ("compile.name", "off", f"ac={job.ac.name} copies what blocks save, one block at a time")
+        )
 
 
 def a_whole_model_is_one_graph(job: Job) -> Iterator[Fault]:
