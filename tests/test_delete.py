@@ -87,8 +87,21 @@ def copy_without(target: Path, parts: list[str]) -> None:
     for page, anchor in (place for part in parts for place in sections_of(part)):
         text = (target / page).read_text()
         (target / page).write_text(text.replace(sections(text)[anchor], ""))
+    delete_tests_that_import([f"titan_hydra.{part.replace('/', '.')}" for part in parts], target)
     describe = [sys.executable, "-m", "titan_hydra.experiments.compose.describe", "docs/configuration.md"]
     subprocess.run(describe, cwd=target, check=True)
+
+
+def delete_tests_that_import(modules: list[str], target: Path) -> None:
+    """Delete the tests that import one of the modules, then those that import a deleted test: recipes prove their layouts
+    with cases of instruments/verify, and share jobs.
+    """
+    while modules:
+        named = re.compile(rf"^(from|import) ({'|'.join(map(re.escape, modules))})\b", re.M)
+        gone = [file for file in (target / "tests").rglob("*.py") if named.search(file.read_text())]
+        modules = [".".join(file.relative_to(target).with_suffix("").parts) for file in gone]
+        for file in gone:
+            file.unlink()
 
 
 def assert_quick_tests_pass(folder: Path, *words: str) -> None:

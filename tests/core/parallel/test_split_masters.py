@@ -277,7 +277,7 @@ REFUSED = {
 @pytest.mark.parametrize("override", REFUSED)
 def test_what_cannot_be_split_is_refused(override):
     from titan_hydra.core.job.config.fault import Fault
-    from titan_hydra.core.job.rules.checks import masters_can_be_split
+    from titan_hydra.core.job.rules.optimizer import masters_can_be_split
 
     job = compose_job("debug=tiny", "precision=bf16", *([override] if "=" in override else []))
     job.optimizer.masters = "split"
