@@ -23,8 +23,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def loss_in(sums: Tensor) -> Tensor:
-    """Return the loss in what an objective's `loss` returns: it stands alone, or before the sums of the columns."""
-    return sums[0] if sums.dim() else sums
+    """Return the loss in what an objective's `loss` returns: it stands alone, or before the sums of the columns. It is no
+    view, as a schedule that splits the backward detaches it in place.
+    """
+    return sums[0].clone() if sums.dim() else sums
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
