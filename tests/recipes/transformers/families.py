@@ -1,6 +1,7 @@
 """Tiny models of transformers' families, and ranks that trace them. Imported by ranks, too."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -88,8 +89,8 @@ def job(folder: Path, *overrides: str) -> Job:
 
 
 def in_float64(job: Job, start: dict[str, torch.Tensor], case: Case = CASE) -> tuple[float, float, dict]:
-    """Return loss, gradient norm and gradients of the first step, from transformers' own code in one process, in float64
-    and with its plainest attention. `start` has our initial weights.
+    """Return loss, gradient norm and gradients of the first step, from transformers' own code in one process, in float64,
+    with its plainest attention, and for each document by itself. `start` has our initial weights.
     """
     theirs = library_config(job.model)
     theirs._experts_implementation = "eager"
@@ -105,10 +106,13 @@ def in_float64(job: Job, start: dict[str, torch.Tensor], case: Case = CASE) -> t
     batch = vary(loader.next(), case, 1, job.data.global_batch, first=0)
     loader.close()
     model.train()
-    options = {"position_ids": batch["positions"]} if "positions" in batch.tensors else {}
-    logits = model(input_ids=batch["tokens"], use_cache=False, **options).logits
-    labels = batch["labels"].flatten()
-    loss = F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum") / (labels >= 0).sum()
+    summed, labels = torch.zeros((), dtype=torch.float64), batch["labels"]
+    for number, tokens in enumerate(batch["tokens"]):
+        begins = (batch["positions"][number] == 0).nonzero().flatten().tolist() if "positions" in batch.tensors else [0]
+        for begin, end in itertools.pairwise([*begins, len(tokens)]):
+            logits = model(input_ids=tokens[None, begin:end], use_cache=False).logits[0]
+            summed = summed + F.cross_entropy(logits, labels[number, begin:end], ignore_index=IGNORED, reduction="sum")
+    loss = summed / (labels >= 0).sum()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     found = {name: gradients[other] for name, other in names.items()}

@@ -71,8 +71,9 @@ def assert_learns_what_transformers_learns(kinds, root, layouts):
                 loss,
                 norm,
             )
-            later = alone[f"{kind}, single"]["losses"]  # the second step, after an update
-            assert found["losses"] == pytest.approx(later, rel=2e-4 if "bf16" in name else 1e-6), name
+            # the second step, whose weights an update has moved by bf16's gradients
+            later = alone[f"{kind}, single"]["losses"]
+            assert found["losses"] == pytest.approx(later, rel=5e-4 if "bf16" in name else 1e-6), name
 
 
 def test_gradients_are_those_of_transformers_in_float64(tmp_path):
@@ -161,6 +162,7 @@ def test_keys_replace_what_config_json_says(tmp_path):
         ("llama", {}, ("parallelism=tp", "gpus=2"), "parallelism.sequence_parallel", "nearest legal: false"),
         ("llama", {}, ("parallelism=tp", "parallelism.tp=4", "gpus=4", TP), "parallelism.tp", "nearest legal: 2"),
         ("granite", {}, ("parallelism=tp", "gpus=2", TP), "parallelism.tp", "proven for llama, qwen2"),
+        ("granite", {}, ("data.document_mask=true",), "data.document_mask", "nearest legal: false"),
         ("llama", {}, ("parallelism=cp", "gpus=2"), "parallelism.cp", "nearest legal: 1"),
         ("granite", {}, ("parallelism=pp", "gpus=2"), "parallelism.pp", "proven for llama, qwen2"),
         ("qwen3", {}, ("parallelism=pp", "gpus=2"), "model.tie_embeddings", "nearest legal: false"),
@@ -198,6 +200,20 @@ def test_other_structures_and_heads_are_refused(tmp_path):
         model = build(capped.model, 32)
     with pytest.raises(ConfigError, match="cross_entropy"):
         loss_head.convert(model, capped.loss)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_documents_are_separated_as_in_runs_of_their_own(kind, tmp_path):
+    """gpt-oss gives the positions to its rotary embedding alone, so that its documents would see each other."""
+    config = job(folder_of(kind, tmp_path), *ONE).model
+    with torch.device("meta"):
+        model = build(config, 12)
+    model.to_empty(device="cpu")
+    init_weights(model, config, seed=1)
+    tokens = torch.arange(12).view(1, 12)
+    packed = model(tokens, torch.tensor([[*range(5), *range(7)]]))
+    alone = torch.cat([model(tokens[:, :5]), model(tokens[:, 5:])], 1)
+    assert torch.allclose(packed, alone, atol=1e-5)
 
 
 def test_nobody_else_imports_transformers():

@@ -139,8 +139,8 @@ class TransformersConfig(Model):
 
 
 # model types whose gradients with tensor and pipeline parallelism were compared with transformers' own (docs/transformers.md). Another
-# type could have a norm or a linear that the split does not know, or compute between its blocks, and its gradient would
-# be wrong in silence.
+# type could have a norm or a linear that the split does not know, compute between its blocks, or let documents see each
+# other, and its gradient would be wrong in silence.
 SPLIT = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3"),
     *("glm4", "olmo2"),
@@ -218,6 +218,9 @@ def faults(job: Any) -> Iterator[Fault]:
                 f"model_type={kind} in config.json of model.path: {what} parallelism is proven for {', '.join(SPLIT)}"
             )
             yield fault_at(job, f"parallelism.{degree}", reason, 1)
+    if job.data.document_mask and kind not in SPLIT:
+        reason = f"model_type={kind} in config.json of model.path: documents of {', '.join(SPLIT)} are proven to be apart"
+        yield fault_at(job, "data.document_mask", reason, False)
     if job.parallelism.tp > 1 and job.parallelism.sequence_parallel:
         reason = "norms of a model of transformers get whole sequences"
         yield fault_at(job, "parallelism.sequence_parallel", reason, False)

@@ -5,7 +5,10 @@ output. Its forward is transformers' own.
 from __future__ import annotations
 
 import math
+import sys
+import threading
 from contextlib import ExitStack
+from functools import wraps
 from typing import Any
 from unittest import mock
 
@@ -32,6 +35,7 @@ class Transformers(nn.Module):
         super().__init__()
         self.config, self.seq_len = config, seq_len
         library = build_library_model(config)
+        mask_documents(library)
         base, head = getattr(library, library.base_model_prefix, library), library.get_output_embeddings()
         embedding = library.get_input_embeddings()
         parts = {id(part): (name, part) for name, part in base.named_children()}
@@ -77,10 +81,14 @@ class Transformers(nn.Module):
         library, base = self.whole
         options = {"position_ids": positions, "use_cache": False}
         options["inputs_embeds" if self.tok_embeddings is None else "input_ids"] = tokens
-        if targets is None and self.output is not None:
-            logits: Tensor = library(**options).logits
-            return logits
-        hidden: Tensor = base(**options).last_hidden_state
+        PACKED.positions = positions
+        try:
+            if targets is None and self.output is not None:
+                logits: Tensor = library(**options).logits
+                return logits
+            hidden: Tensor = base(**options).last_hidden_state
+        finally:
+            PACKED.positions = None
         return hidden if self.output is None else self.output(hidden, targets=targets)
 
     def close_gaps(self) -> None:
@@ -116,6 +124,31 @@ class Transformers(nn.Module):
         """Return the distribution that transformers would draw the parameter from."""
         name, _, rest = fqn.partition(".")
         return self.distributions[f"{self.names[name]}.{rest}"]
+
+
+PACKED = threading.local()  # the positions of this rank's batch; ranks may be threads
+
+
+def mask_documents(library: Any) -> None:
+    """Let every mask of transformers' model separate documents, which begin where positions begin. Some of its models, such
+    as gpt-oss, give their positions to the rotary embedding alone, and their documents would see each other.
+    """
+    for kind in {type(part) for part in library.modules()}:
+        code = sys.modules[kind.__module__]
+        for name in [name for name in vars(code) if name.startswith("create_") and name.endswith("causal_mask")]:
+            if not hasattr(make := getattr(code, name), "with_positions"):
+                setattr(code, name, _with_positions(make))
+
+
+def _with_positions(make: Any) -> Any:
+    @wraps(make)
+    def made(*args: Any, **options: Any) -> Any:
+        if options.get("position_ids") is None:
+            options["position_ids"] = getattr(PACKED, "positions", None)
+        return make(*args, **options)
+
+    made.with_positions = True  # type: ignore[attr-defined]
+    return made
 
 
 class PassThrough(nn.Module):
