@@ -7,6 +7,7 @@ from tests.recipes.transformers.families import FAMILIES, WINDOWS, differences, 
 
 ONE = ("parallelism=single", "data.local_batch=8")
 PP, CHUNKS = ("gpus=2", "parallelism=pp"), ("loss=linear_cross_entropy", "loss.chunk_tokens=100")
+HALF = ("precision=bf16", "ac=op")
 LAYOUTS = {  # by the number of ranks
     2: {
         "pp 2": (*PP, "data.local_batch=8", "pp_schedule.microbatches=4"),
@@ -30,8 +31,13 @@ def deep(kind, root):
 
 
 def assert_a_pipeline_learns_the_same(kinds, root, layouts):
-    alone = traced(root, 1, {kind: job(deep(kind, root), *ONE) for kind in kinds})
+    alone = traced(
+        root,
+        1,
+        {f"{kind}{half}": job(deep(kind, root), *ONE, *HALF * bool(half)) for kind in kinds for half in ("", ", bf16")},
+    )
     expected = {kind: in_float64(job(deep(kind, root), *ONE), alone[kind]["start"]) for kind in kinds}
+    rounded = {kind: differences(alone[f"{kind}, bf16"], right) for kind, right in expected.items()}
     for ranks, words in layouts.items():
         jobs = {
             f"{kind}, {name}": job(deep(kind, root), *own, *CHUNKS * (kind == "mistral"))
@@ -40,12 +46,13 @@ def assert_a_pipeline_learns_the_same(kinds, root, layouts):
         }
         for name, found in traced(root, ranks, jobs).items():
             kind = name.split(",")[0]
-            own = differences(found, expected[kind])
-            worst, half = next(iter(own.items())), "bf16" in name
+            half = "bf16" in name
             routed = any("experts" in key for key in FAMILIES[kind])
             bounds = (0.2 if routed else 5e-2, 2e-4, 5e-3) if half else (1e-5, 1e-6, 1e-6)
-            assert (worst[1] <= bounds[0], own["loss"] <= bounds[1], own["norm"] <= bounds[2]) == (True,) * 3, (
-                name, worst, own["loss"], own["norm"])  # fmt: skip
+            limits = {"loss": bounds[1], "norm": bounds[2]}
+            for key, off in differences(found, expected[kind]).items():
+                # a router's bias is moved by one process in bf16 as far as by a pipeline
+                assert off <= max(limits.get(key, bounds[0]), 1.5 * rounded[kind][key] * half), (name, key, off)
             assert all(torch.equal(alone[kind]["start"][name], value) for name, value in found["start"].items()), name
             assert (found["drift"], found["rounded"]) == (0, 0), name
             # the second step follows an update by gradients in bfloat16

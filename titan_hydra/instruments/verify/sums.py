@@ -56,6 +56,9 @@ def wrong_sums(of_fsdp: list[torch.dtype], of_whole: list[torch.dtype], wanted: 
     return len(narrow) + sum(dtype != wanted for dtype in of_fsdp)
 
 
+MANY = 16  # elements of a gradient whose lower bits are not all 0 by chance
+
+
 def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
     """Count the parameters whose gradients were summed in bfloat16 although reduce_dtype=float32. Such gradients lack the
     lower bits.
@@ -71,8 +74,9 @@ def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
     if not getattr(job.model, "tie_embeddings", False):
         modules = trainer.model.named_modules()
         left_out += [clean_name(f"{name}.weight") for name, one in modules if isinstance(one, torch.nn.Embedding)]
-    # A zero gradient, such as that of an adapter's A in the first step, proves nothing.
-    moving = {name: gradient for name, gradient in gradients.items() if gradient.any()}
+    # A zero gradient, such as that of an adapter's A in the first step, proves nothing. Nor do a few numbers, such as those
+    # of a router's bias: their sums may need no lower bits by chance.
+    moving = {name: gradient for name, gradient in gradients.items() if gradient.any() and gradient.numel() >= MANY}
     return sum(
         torch.equal(gradient, gradient.bfloat16().float())
         for name, gradient in moving.items()
