@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import titan_hydra
+from tests.conftest import LONG
 from tests.equivalence.cover import cover
 from tests.equivalence.mutants import __main__ as command
 from tests.equivalence.mutants import copy, corpus, trial
@@ -27,8 +28,8 @@ HARMLESS = Mutant(
     "nothing",
     "any",
     "core/train/step.py",
-    "loss.backward()",
-    "loss.backward()  # as before",
+    "loss_in(shares).backward()",
+    "loss_in(shares).backward()  # as before",
     "Nothing is wrong.",
     ("fsdp 2",),
 )
@@ -59,11 +60,14 @@ def test_names_are_unique_and_cases_and_tests_exist():
             assert f"def {function}" in (ROOT / file).read_text(), test
 
 
-def test_nine_of_ten_mutants_have_a_case_that_the_default_suite_runs():
+def test_nearly_all_mutants_have_a_case_or_a_test_that_the_default_suite_runs():
     quick = cover([case for case in whole_matrix() if case.quick])
-    # a recipe's layouts may have tests of their own
-    counted = [mutant for mutant in ALL if mutant.cases or not mutant.file.startswith("recipes/")]
-    assert sum(bool(quick & set(mutant.cases)) for mutant in counted) >= 0.9 * len(counted)
+    late = [
+        mutant.name
+        for mutant in ALL
+        if not quick & set(mutant.cases) and all(test.removeprefix("tests/").startswith(LONG) for test in mutant.tests)
+    ]
+    assert len(late) <= 0.05 * len(ALL), late
 
 
 def planted(monkeypatch, capsys, *mutants):
@@ -89,7 +93,7 @@ def test_mutants_are_found_and_a_harmless_change_is_missed(monkeypatch, capsys):
 def test_what_fails_without_a_mutant_finds_nothing(monkeypatch, capsys):
     """A case that does not pass in the unchanged tree would find every mutant."""
     other = Mutant(
-        **vars(HARMLESS) | {"name": "other", "old": "return loss.detach()", "new": "return loss.detach() * 2"}
+        **vars(HARMLESS) | {"name": "other", "old": "return shares.detach()", "new": "return shares.detach() * 2"}
     )
     wrong = Mutant(**vars(HARMLESS) | {"name": "wrong", "needs": "fsdp"})
     monkeypatch.setattr(

@@ -53,8 +53,10 @@ TABLES = [
 @pytest.mark.parametrize(("options", "expected"), TABLES)
 def test_rate_over_five_steps(options, expected):
     assert factors(5, **options) == pytest.approx(expected)
-    reference = pytest.importorskip("titan_hydra.instruments.verify.reference")
-    assert [reference._rate(step, 5, from_dict(LrSchedule, options)) for step in range(1, 6)] == pytest.approx(expected)
+    updates = pytest.importorskip("titan_hydra.instruments.verify.updates")
+    assert [updates.rate_factor(step, 5, from_dict(LrSchedule, options)) for step in range(1, 6)] == pytest.approx(
+        expected
+    )
 
 
 @pytest.mark.parametrize("name", ["wsd", "cosine", "constant"])

@@ -58,7 +58,7 @@ def losses(weights, ids: list[list[int]]) -> list[list[float]]:
     rows = torch.tensor([[token for document in ids for token in document]])
     documents = torch.tensor([[number for number, document in enumerate(ids) for _ in document]])
     x, scales = weights["tok_embeddings.weight"][rows], Multipliers(1.0, 1.0, MODEL.head_width**-0.5)
-    found = reference.forward(weights, x, documents, MODEL, {}, scales)[0].log_softmax(-1)
+    found = reference.forward(weights, x, documents, MODEL, reference.Routed(), scales)[0].log_softmax(-1)
     ends = [sum(map(len, ids[: number + 1])) for number in range(len(ids))]
     return [
         [-found[begin + place, document[place + 1]].item() for place in range(len(document) - 1)]

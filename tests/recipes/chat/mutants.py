@@ -26,8 +26,8 @@ SUBJECTS = {"objective sft": [
            "A resumed run packs the first window again.", (RESUMED,), (f"{TESTS}::test_a_resumed_run_goes_on_bitwise",)),
     # Mutants of validation: in these cases, the held-out batches have different numbers of labels.
     Mutant("a validation is the mean of batches' means", "validation", TRAINER,
-           "torch.stack([summed.double(), self.objective.count(part.tensors).double()])",
-           "torch.stack([summed.double() / self.objective.count(part.tensors), torch.ones((), dtype=torch.float64)])",
+           "torch.cat([count.double().reshape(1), summed.double().flatten()])",
+           "torch.cat([torch.ones(1, dtype=torch.float64), summed.double().flatten() / count])",
            "Held-out batches with few labels count as much as those with many.", (RESUMED,), (VALIDATION,), "pytorch/torchtitan#4167"),
     Mutant("a validation is not summed over ranks", "validation", TRAINER, "        dist.all_reduce(totals)\n", "",
            "The held-out loss is that of one rank's samples.", (RESUMED,), (VALIDATION,), "pytorch/torchtitan#4167"),

@@ -219,7 +219,9 @@ def faults(job: Any) -> Iterator[Fault]:
             )
             yield fault_at(job, f"parallelism.{degree}", reason, 1)
     if job.data.document_mask and kind not in SPLIT:
-        reason = f"model_type={kind} in config.json of model.path: documents of {', '.join(SPLIT)} are proven to be apart"
+        reason = (
+            f"model_type={kind} in config.json of model.path: documents of {', '.join(SPLIT)} are proven to be apart"
+        )
         yield fault_at(job, "data.document_mask", reason, False)
     if job.parallelism.tp > 1 and job.parallelism.sequence_parallel:
         reason = "norms of a model of transformers get whole sequences"

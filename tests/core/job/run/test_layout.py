@@ -21,6 +21,7 @@ OTHERS = {
     "core/data/facts.py",
     "recipes/flux/encoders.py",
     "instruments/verify/export.py",
+    "recipes/transformers/hf.py",
 }
 
 
