@@ -38,8 +38,10 @@ class Host:
         return saved_tensors_hooks(self.keep, self.bring)
 
     def keep(self, saved: Tensor) -> Tensor | Kept:
-        """Copy a block's input to the host. What has no gradient (rotary tables, positions) is shared, and stays."""
-        if not saved.requires_grad:
+        """Copy a block's input to the host. What has no gradient (rotary tables, positions) is shared, and stays. torch 2.11
+        also saves an empty tensor.
+        """
+        if not saved.requires_grad or saved.numel() == 0:
             return saved
         host = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
         if saved.is_cuda:
