@@ -87,6 +87,8 @@ def copy_without(target: Path, parts: list[str]) -> None:
     for page, anchor in (place for part in parts for place in sections_of(part)):
         text = (target / page).read_text()
         (target / page).write_text(text.replace(sections(text)[anchor], ""))
+    tests = [file for part in parts for file in files_of(part) if file.startswith("tests/")]
+    delete_tests_that_import([file.removesuffix(".py").replace("/", ".") for file in tests], target)
     delete_tests_that_import([f"titan_hydra.{part.replace('/', '.')}" for part in parts], target)
     describe = [sys.executable, "-m", "titan_hydra.experiments.compose.describe", "docs/configuration.md"]
     subprocess.run(describe, cwd=target, check=True)

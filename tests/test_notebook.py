@@ -120,7 +120,13 @@ assert not {"torch", "hydra", "matplotlib.pyplot"} & {*sys.modules}
 
 def test_an_interrupt_is_ctrl_c_and_the_run_continues(tmp_path):
     """The run saves a checkpoint; `launch` returns it, and the process goes on."""
-    code = "import titan_hydra as th; print([run.state for run in th.launch('debug=tiny cluster=local steps=100000')], flush=True)"
+    # a shell starts what it runs in the background with SIGINT ignored, and this test may run there
+    code = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import titan_hydra as th
+print([run.state for run in th.launch('debug=tiny cluster=local steps=100000')], flush=True)
+"""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
