@@ -34,7 +34,7 @@ class Host:
         self.stream: torch.cuda.Stream | None = None
 
     def hooks(self) -> saved_tensors_hooks:
-        """Return a context in which torch's checkpoint saves a block's input by `keep` and gets it by `bring`."""
+        """Return a context in which torch's checkpoint calls `keep` to save a block's input, and `bring` to get it back."""
         return saved_tensors_hooks(self.keep, self.bring)
 
     def keep(self, saved: Tensor) -> Tensor | Kept:

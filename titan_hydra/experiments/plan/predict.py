@@ -21,7 +21,7 @@ from titan_hydra.core.job.dtypes import GIB
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.inputs import data_sources
 from titan_hydra.core.job.ranks import all_ranks, runs_here
-from titan_hydra.core.job.recomputation import mode_of, modes_that_keep_less
+from titan_hydra.core.job.recomputation import modes_that_keep_less
 from titan_hydra.core.job.rules.checks import check
 
 from . import memory, time
@@ -222,9 +222,13 @@ def not_counted(job: Job) -> list[str]:
 
 def notes(job: Job) -> list[str]:
     """Return lines beside a prediction: what it does not count, and what exchanges the rows of experts."""
-    exchange = f"{DISPATCHERS[job.hardware.dispatcher]} exchanges rows of experts between ranks (hardware.dispatcher)"
-    pinned = f"ac={job.ac.name}: {in_bytes(on_the_host(job))} of pinned host memory for each device"
-    return [*not_counted(job), *([exchange] if job.model.sparse else []), *([pinned] if mode_of(job).host else [])]
+    lines = not_counted(job)
+    if job.model.sparse:
+        exchange = DISPATCHERS[job.hardware.dispatcher]
+        lines.append(f"{exchange} exchanges rows of experts between ranks (hardware.dispatcher)")
+    if pinned := on_the_host(job):
+        lines.append(f"ac={job.ac.name}: {in_bytes(pinned)} of pinned host memory for each device")
+    return lines
 
 
 def _unknown(job: Job) -> list[str]:

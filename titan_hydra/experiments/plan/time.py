@@ -87,9 +87,8 @@ def block_passes(shape: Shape, factors: Factors) -> Passes:
     exchange = exchange_passes(shape, factors)
     kernels = Pair(*map(sum, zip(matmuls, attention, elements, casts, strict=True)))
     busy = kernels
-    if (
-        shape.hidden_exchange
-    ):  # while rows are exchanged, another microbatch is computed, and the host starts its kernels
+    if shape.hidden_exchange:
+        # while rows are exchanged, another microbatch is computed, and the host starts its kernels
         busy = Pair(*map(max, zip(kernels, exchange, strict=True)))
         exchange = Pair(*(most - spent for most, spent in zip(busy, kernels, strict=True)))
     return {

@@ -37,7 +37,7 @@ def masters_can_be_split(job: Job) -> Iterator[Fault]:
         f"adapter={job.adapter.name} has few of them": adapts(job),
         f"fault_tolerance={job.fault_tolerance.name} exchanges whole weights": job.fault_tolerance.name != "off",
     }
-    if why := next((why for why, holds in whys.items() if holds), None):
+    if why := _first(whys):
         yield Fault("optimizer.masters", "split", why, legal=("whole",))
 
 
@@ -68,8 +68,13 @@ def heads_can_be_clipped(job: Job) -> Iterator[Fault]:
         != "float32",
         f"fault_tolerance={job.fault_tolerance.name} does not exchange logits": job.fault_tolerance.name != "off",
     }
-    if why := next((why for why, holds in whys.items() if holds), None):
+    if why := _first(whys):
         yield fault_at(job, "optimizer.qk_clip", why, None)
+
+
+def _first(whys: dict[str, bool]) -> str | None:
+    """Return the first reason that holds, or None."""
+    return next((why for why, holds in whys.items() if holds), None)
 
 
 RULES = (optimizer_has_the_parameters_it_needs, masters_can_be_split, averages_can_be_kept, heads_can_be_clipped)
