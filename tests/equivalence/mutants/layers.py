@@ -73,8 +73,8 @@ MUTANTS = [
            ("tests/core/models/test_init.py::test_distribution_of_each_parameter",)),
 
     # adapters
-    Mutant("an adapter is not scaled", "lora", LORA, "made.factor, made.reduce_dtype = config.alpha / rank,",
-           "made.factor, made.reduce_dtype = config.alpha,", "An adapter's product is multiplied by alpha, not alpha / rank.", (ADAPTED,),
+    Mutant("an adapter is not scaled", "lora", LORA, "lora.factor, lora.reduce_dtype = config.alpha / rank,",
+           "lora.factor, lora.reduce_dtype = config.alpha,", "An adapter's product is multiplied by alpha, not alpha / rank.", (ADAPTED,),
            (f"{LORA_TESTS}::test_merged_weights_are_the_base_and_the_product",)),
     Mutant("an adapter starts too large", "lora", LORA, "(3 * inputs) ** -0.5", "inputs**-0.5",
            "A starts with 1.7 times the standard deviation of the paper's code.", (ADAPTED,),

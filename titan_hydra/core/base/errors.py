@@ -97,13 +97,15 @@ def denied(error: PermissionError, key: str = "", folder: Path = Path()) -> str:
     """
     path = Path(error.filename or ".").absolute()
     where = f"{key}={folder}: " if key and path.is_relative_to(folder.absolute()) else ""
-    for place in (path, *path.parents):
+    for path_part in (path, *path.parents):
         try:
-            found = place.stat()
+            status = path_part.stat()
         except OSError:  # this path is missing, or is below a folder that the user may not open
             continue
-        owner, group = _name(pwd.getpwuid, found.st_uid), _name(grp.getgrgid, found.st_gid)
-        return f"{where}{path}: {error.strerror}: {place} belongs to {owner}:{group}, {stat.filemode(found.st_mode)}"
+        owner, group = _name(pwd.getpwuid, status.st_uid), _name(grp.getgrgid, status.st_gid)
+        return (
+            f"{where}{path}: {error.strerror}: {path_part} belongs to {owner}:{group}, {stat.filemode(status.st_mode)}"
+        )
     return f"{where}{path}: {error.strerror}"
 
 

@@ -133,11 +133,11 @@ def __getattr__(name: str) -> Any:
     if name not in MEMBERS:
         raise AttributeError(f"{__name__} has no {name}")
     members = MEMBERS[name]
-    for place in [members] if isinstance(members, str) else members:
-        module, _, path = place.partition(":")
+    for address in [members] if isinstance(members, str) else members:
+        module, _, path = address.partition(":")
         try:
-            found = importlib.import_module(module)
-            globals()[name] = attrgetter(path)(found) if path else found
+            module_object = importlib.import_module(module)
+            globals()[name] = attrgetter(path)(module_object) if path else module_object
             return globals()[name]
         except (ImportError, AttributeError) as error:
             missing = error
@@ -260,9 +260,9 @@ def forget_forward(stage: Any, microbatch: int) -> None:
     if hasattr(stage, "fwd_cache"):
         stage.fwd_cache[microbatch] = ((), [])
         return
-    kept = stage._forward_chunk_states[microbatch]
-    kept.live_outputs.clear()
-    kept.input_values.clear()
+    chunk = stage._forward_chunk_states[microbatch]
+    chunk.live_outputs.clear()
+    chunk.input_values.clear()
 
 
 def holds_sent(stage: Any) -> bool:

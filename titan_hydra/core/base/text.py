@@ -212,9 +212,9 @@ def _on_screen(
     broken = list(widths)
     others = [index for index, title in enumerate(titles) if title in words]
     _narrow(broken, sorted(others, key=lambda index: -widths[index]), BROKEN, screen)
-    for found in (widths, broken):
-        if sum(found) + len(GAP) * (len(found) - 1) <= screen:
-            return found
+    for candidate in (widths, broken):
+        if sum(candidate) + len(GAP) * (len(candidate) - 1) <= screen:
+            return candidate
     first = min(widths[0], screen // 2)
     return [first, *(min(width, screen - first - len(GAP)) for width in widths[1:])]
 

@@ -142,7 +142,8 @@ def _other_arithmetic(job: schema.Job) -> Iterator[tuple[str, Any, Any]]:
 
 def warnings_of_weights(job: schema.Job) -> Iterator[Fault]:
     """Yield a warning if the initial weights have learned the ids of another tokenizer than that of the job's data."""
-    path, kinds = job.checkpoint.initial_load_path, [DATA_SOURCES[one.name] for one in data_sources(job.data).values()]
+    path = job.checkpoint.initial_load_path
+    kinds = [DATA_SOURCES[source.name] for source in data_sources(job.data).values()]
     if not path or not any(kind.documents or kind.encodes or kind.encoded for kind in kinds):
         return
     header = header_of(to_dict(job)["data"])
@@ -237,6 +238,6 @@ def _own_template(
     ]
     if not sources:
         return None, None
-    _, template, source = max(sources, key=lambda one: one[0])
-    found: tuple[str, int | None] = resolve(template)(source, located, keys)
-    return found
+    _, template, source = max(sources, key=lambda weighted: weighted[0])
+    template_and_stop: tuple[str, int | None] = resolve(template)(source, located, keys)
+    return template_and_stop

@@ -252,9 +252,9 @@ class Checkpointer:
             raise CheckpointError(f"{self._lost(pending.step)}; {TRIES} tries in a row have failed")
 
     def _lost(self, step: int) -> str:
-        kept = checkpoints.newest(self.folder)
+        newest = checkpoints.newest(self.folder)
         return f"the checkpoint of step {step} could not be written to {self.folder}: {self.reason}; " + (
-            f"the newest complete one is {kept.name}" if kept else "there is no earlier one"
+            f"the newest complete one is {newest.name}" if newest else "there is no earlier one"
         )
 
     def _purge(self) -> None:
@@ -294,12 +294,12 @@ class Checkpointer:
         ConfigError if the weights were trained with other scales than those of `rules`.
         """
         # All ranks load what rank 0 has found; the others do not read it from the run directory, which may lag there.
-        found: list[Any] = [None]
+        folder_of_rank_0: list[Any] = [None]
         if self.run.rank == 0:
             record_weights(self.run.home, path)
-            found = [initial_weights(self.run.home, path)]
-        dist.broadcast_object_list(found, src=0, group=self.group)
-        source, left_out = found[0], set(self.config.exclude_from_loading)
+            folder_of_rank_0 = [initial_weights(self.run.home, path)]
+        dist.broadcast_object_list(folder_of_rank_0, src=0, group=self.group)
+        source, left_out = folder_of_rank_0[0], set(self.config.exclude_from_loading)
         if rules is not None:
             check_scales(source, rules)
         if is_hf(source):
@@ -374,14 +374,16 @@ class Checkpointer:
                 intact = path
                 break
             damaged[path] = problems
-        words = "; ".join(f"{path.name}: {', '.join(problems)}" for path, problems in damaged.items())
+        reasons = "; ".join(f"{path.name}: {', '.join(problems)}" for path, problems in damaged.items())
         if intact is None and (damaged or any_set_aside):
             raise CheckpointError(
-                f"no checkpoint in {self.folder} is intact ({words or 'all are set aside as damaged'}); "
+                f"no checkpoint in {self.folder} is intact ({reasons or 'all are set aside as damaged'}); "
                 "launch.force=true starts again from scratch"
             )
         if intact and damaged and self.run.rank == 0:
-            print(f"WARNING: damaged, and left out: {words}. Going on from {intact.name}", file=sys.stderr, flush=True)
+            print(
+                f"WARNING: damaged, and left out: {reasons}. Going on from {intact.name}", file=sys.stderr, flush=True
+            )
             for path in damaged:
                 aside = path.with_name(path.name + checkpoints.DAMAGED)
                 shutil.rmtree(aside, ignore_errors=True)  # delete a folder of the same step that was set aside earlier
@@ -390,9 +392,11 @@ class Checkpointer:
 
     def _problems(self, path: Path) -> list[str]:
         """Return what is wrong with a step's files. Each rank reads a share of them; all ranks must call this together."""
-        found: list[Any] = [None] * self.run.world_size
-        dist.all_gather_object(found, checkpoints.damage(path, self.run.rank, self.run.world_size), group=self.group)
-        return [problem for part in found for problem in part]
+        problems_of_ranks: list[Any] = [None] * self.run.world_size
+        dist.all_gather_object(
+            problems_of_ranks, checkpoints.damage(path, self.run.rank, self.run.world_size), group=self.group
+        )
+        return [problem for problems in problems_of_ranks for problem in problems]
 
 
 def reason_of(failure: BaseException) -> str:

@@ -219,7 +219,10 @@ def _check_stored(metadata: Metadata, shapes: dict[str, torch.Size], checkpoint:
     }
     for name in shapes | stored:
         if shapes.get(name) != stored.get(name):
-            has, needs = (tuple(found[name]) if name in found else "nothing" for found in (stored, shapes))
+            has, needs = (
+                tuple(shapes_by_name[name]) if name in shapes_by_name else "nothing"
+                for shapes_by_name in (stored, shapes)
+            )
             raise ConfigError(
                 f"{checkpoint}: {PREFIX}{name} is {has}, but the model of its config.json has {needs} there"
             )
@@ -303,11 +306,11 @@ def export_peft(source: Path, target: Path, dtype: torch.dtype, config_file: Pat
     base = initial_weights(file.parent, as_started(file, section["initial_load_path"]))
     hf, tensors, targets = hf_of(config), {}, set()
     for name in meta_state(config):
-        if found := reader.adapter(name):
+        if lora := reader.adapter(name):
             theirs = hf.name(name).removesuffix(".weight")
             targets.add(theirs.rpartition(".")[2])
             tensors |= {
-                f"base_model.model.{theirs}.{part}.weight": found[ours].to(dtype)
+                f"base_model.model.{theirs}.{part}.weight": lora[ours].to(dtype)
                 for part, ours in (("lora_A", "lora_a"), ("lora_B", "lora_b"))
             }
     make_target(target)

@@ -71,12 +71,12 @@ class Folder:
         """Return the dtype in which each tensor of a model is stored; bfloat16 for float8. Raises ConfigError if a tensor
         is missing or has another shape, or if the folder has weights that the model lacks.
         """
-        found, seen = {}, set()
+        dtypes, seen = {}, set()
         for fqn, tensor in state.items():
             wanted = self.shapes(fqn, tensor.shape)
             # buffers may be missing: they keep their initial values
             if isinstance(tensor, nn.Parameter) or wanted.keys() <= self.files.keys():
-                found[fqn], *_ = (self._checked(name, shape) for name, shape in wanted.items())
+                dtypes[fqn], *_ = (self._checked(name, shape) for name, shape in wanted.items())
                 seen |= wanted.keys()
         head = f"{self.hf.names.get('output')}.weight" if self.config.tie_embeddings else ""
         if head in self.files and not self._equal(head, self.hf.name("tok_embeddings.weight")):
@@ -87,13 +87,15 @@ class Folder:
         for name in self.files.keys() - seen - {head}:
             if not name.startswith(self.unused) and not name.endswith(UNUSED):
                 raise ConfigError(f"{self.files[name]}: {name} has no place in the model")
-        return found
+        return dtypes
 
-    def _equal(self, one: str, other: str) -> bool:
+    def _equal(self, first: str, second: str) -> bool:
         """Whether two tensors have the same values. They are read in pieces, as they can be large."""
-        shape, others = self._entry(one).get_shape(), self._entry(other).get_shape()
+        shape, others = self._entry(first).get_shape(), self._entry(second).get_shape()
         return shape == others and all(
-            torch.equal(*(self._part(name, (row, 0), (min(ROWS, shape[0] - row), shape[1])) for name in (one, other)))
+            torch.equal(
+                *(self._part(name, (row, 0), (min(ROWS, shape[0] - row), shape[1])) for name in (first, second))
+            )
             for row in range(0, shape[0], ROWS)
         )
 
@@ -107,9 +109,9 @@ class Folder:
         """Read a whole tensor and convert it to `dtype`. Raises ConfigError if it is missing or has another shape."""
         for name, part in self.shapes(fqn, shape).items():
             self._checked(name, part)
-        found = torch.empty(shape, dtype=dtype)
-        self.read(fqn, shape, [0] * len(shape), found)
-        return found
+        whole = torch.empty(shape, dtype=dtype)
+        self.read(fqn, shape, [0] * len(shape), whole)
+        return whole
 
     def read(self, fqn: str, shape: Sequence[int], offsets: Sequence[int], target: Tensor) -> None:
         """Read a part of the tensor `fqn` into `target`. The part begins at `offsets` and has the shape of `target`;
@@ -152,8 +154,8 @@ class Folder:
     def _checked(self, name: str, shape: tuple[int, ...]) -> torch.dtype:
         """Return a tensor's dtype; bfloat16 for float8. Raises ConfigError for a missing tensor, or a wrong shape."""
         entry = self._entry(name)
-        if (found := tuple(entry.get_shape())) != shape:
-            raise ConfigError(f"{self.files[name]}: {name} is {found}; the model needs {shape}")
+        if (shape_here := tuple(entry.get_shape())) != shape:
+            raise ConfigError(f"{self.files[name]}: {name} is {shape_here}; the model needs {shape}")
         if (stored := entry.get_dtype()) in DTYPES:
             return DTYPES[stored]
         if stored != "F8_E4M3" or self.block is None:
@@ -162,8 +164,8 @@ class Folder:
             )
         blocks = (1,) * (len(shape) - 2) + self.block
         needed = tuple(-(-size // block) for size, block in zip(shape, blocks, strict=True))
-        if (found := tuple(self._entry(name + SCALE).get_shape())) != needed:
-            raise ConfigError(f"{self.files[name + SCALE]}: {name + SCALE} is {found}; the weight needs {needed}")
+        if (shape_here := tuple(self._entry(name + SCALE).get_shape())) != needed:
+            raise ConfigError(f"{self.files[name + SCALE]}: {name + SCALE} is {shape_here}; the weight needs {needed}")
         return torch.bfloat16
 
     def _entry(self, name: str) -> Any:
@@ -215,15 +217,15 @@ def weight_files(source: Path, stem: str) -> dict[str, Path]:
     index = source / f"{stem}.safetensors.index.json"
     single = source / f"{stem}.safetensors"
     if index.is_file():
-        places = content_of(index).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-            raise ConfigError(f"{index}: weight_map={shown(str(places))}: must name the file of each tensor")
-        found = {name: source / file for name, file in places.items()}
-        if single.exists() and single not in found.values():
+        file_names = content_of(index).get("weight_map")
+        if not isinstance(file_names, dict) or not all(isinstance(file, str) for file in file_names.values()):
+            raise ConfigError(f"{index}: weight_map={shown(str(file_names))}: must name the file of each tensor")
+        files = {name: source / file for name, file in file_names.items()}
+        if single.exists() and single not in files.values():
             raise ConfigError(
                 f"{source}: has {single.name} and {index.name}, which names other files: which are the weights? Move one of them away"
             )
-        return found
+        return files
     try:
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)

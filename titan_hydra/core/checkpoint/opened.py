@@ -29,18 +29,18 @@ class Opened:
     seq_len: int | None
 
 
-def open_model(place: Path, file: Path | None = None) -> Opened:
+def open_model(source: Path, file: Path | None = None) -> Opened:
     """Open a model that takes text. `file` is its tokenizer's file, if the user has named one. Raises ConfigError for
     other models, and if the tokenizer is not known.
     """
-    if is_hf(place):
-        folder = Folder(place)
+    if is_hf(source):
+        folder = Folder(source)
         config, reader, seq_len = folder.config, folder, None
     else:
-        place = find_checkpoint(place)
-        config, reader = read_model_config(place), reader_of(place)
-        seq_len = find_section("data", place)[1].get("seq_len")
+        source = find_checkpoint(source)
+        config, reader = read_model_config(source), reader_of(source)
+        seq_len = find_section("data", source)[1].get("seq_len")
     if (takes := family_of(config).takes) != "tokens":
-        raise ConfigError(f"{place}: model.family={config.family}: takes {takes}, not text alone")
-    facts = facts_at(place)
+        raise ConfigError(f"{source}: model.family={config.family}: takes {takes}, not text alone")
+    facts = facts_at(source)
     return Opened(config, reader, facts, tokenizer.of_facts(facts, file), seq_len)

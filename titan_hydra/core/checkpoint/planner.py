@@ -84,8 +84,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Read a value that is not a tensor into its place in the state dict."""
-        place = self.mappings[read_item.dest_index.fqn]
-        set_element(self.original_state_dict, place, torch.load(value, weights_only=True))
+        path = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, path, torch.load(value, weights_only=True))
 
 
 def present(part: str, values: Any, saved: Mapping[str, Any]) -> Any:

@@ -72,5 +72,5 @@ class Merged:
 
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Read a whole parameter, merge it, and convert it to `dtype`."""
-        weight, found = self.base.tensor(name, shape, torch.float32), self.adapter(name)
-        return (weight.addmm_(found["lora_b"], found["lora_a"], alpha=self.factor) if found else weight).to(dtype)
+        weight, lora = self.base.tensor(name, shape, torch.float32), self.adapter(name)
+        return (weight.addmm_(lora["lora_b"], lora["lora_a"], alpha=self.factor) if lora else weight).to(dtype)

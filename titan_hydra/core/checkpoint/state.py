@@ -80,9 +80,9 @@ def _options(model: nn.Module, optimizers: Optimizers) -> Iterator[tuple[str, An
                 yield f"{CHANGED}{names[parameter]}.{option}", group[option], group["built"].get(option)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return torch.equal(one, other) if both else one is other or bool(one == other)
+def _equal(first: Any, second: Any) -> bool:
+    are_tensors = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
+    return torch.equal(first, second) if are_tensors else first is second or bool(first == second)
 
 
 def of_rank(world_size: int, data: dict[str, Any]) -> str:

@@ -79,16 +79,16 @@ def _of_ranks(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
         for cut in range(1, len(token))
         if token[:cut] in ranks and token[cut:] in ranks
     ]
-    made = Tokenizer(models.BPE({names[token]: rank for token, rank in ranks.items()}, merges, ignore_merges=True))
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    built = Tokenizer(models.BPE({names[token]: rank for token, rank in ranks.items()}, merges, ignore_merges=True))
+    built.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(tokenizer.LLAMA3_SPLIT), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in tokenizer.LLAMA3_SPECIALS])
-    return made
+    built.decoder = decoders.ByteLevel()
+    built.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in tokenizer.LLAMA3_SPECIALS])
+    return built
 
 
 def letters_of_bytes() -> list[str]:

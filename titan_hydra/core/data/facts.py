@@ -96,5 +96,5 @@ def is_digest(text: str | None) -> bool:
 
 def listed(*ids: Any) -> list[int]:
     """Return token ids, each of which is a number, a list of numbers or None, as one list without repeats."""
-    flat = [part for one in ids for part in (one if isinstance(one, list) else [one])]
+    flat = [part for id_or_ids in ids for part in (id_or_ids if isinstance(id_or_ids, list) else [id_or_ids])]
     return list(dict.fromkeys(part for part in flat if isinstance(part, int) and not isinstance(part, bool)))

@@ -68,9 +68,9 @@ def rows(file: Path, text_key: str = "text", start: int = 0, every: int = 1) -> 
         raise BadShard(file, unreadable(file, error)) from error
 
 
-def good(found: Rows) -> Iterator[tuple[int, str]]:
+def good(file_rows: Rows) -> Iterator[tuple[int, str]]:
     """Yield number and text of each row. Raises the first BadRow."""
-    for number, text in found:
+    for number, text in file_rows:
         if isinstance(text, BadRow):
             raise text
         yield number, text
@@ -213,12 +213,12 @@ def json_of(content: str | bytes, only: str | None = None) -> Any:
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        record = dict(pairs)
+        if len(record) < len(pairs):
             for key, value in pairs:
-                if only in (None, key) and value != found[key]:
+                if only in (None, key) and value != record[key]:
                     raise ValueError(f"it has {key!r} twice, with different values")
-        return found
+        return record
 
     return json.loads(content, object_pairs_hook=once)
 

@@ -42,13 +42,15 @@ def faults_in_files(
     cannot be used are BadRows.
     """
     try:
-        found = some_files(path, suffixes, MANY) if path else []
+        data_files = some_files(path, suffixes, MANY) if path else []
     except (ConfigError, OSError):
         return  # another rule yields this fault
-    wrong = [BadShard(file, f"{file}: {reason}") for file in found if (reason := other_kind(file))]
-    some = found[:: -(-len(found) // FILES) or 1]
-    if found:
-        yield from _faults(key, path, job, wrong, [functools.partial(read, file) for file in some], len(found) > FILES)
+    wrong = [BadShard(file, f"{file}: {reason}") for file in data_files if (reason := other_kind(file))]
+    some = data_files[:: -(-len(data_files) // FILES) or 1]
+    if data_files:
+        yield from _faults(
+            key, path, job, wrong, [functools.partial(read, file) for file in some], len(data_files) > FILES
+        )
 
 
 def faults_in_rows(key: str, path: str, job: schema.Job, read: Callable[[], Iterable[Any]]) -> Iterator[Fault]:

@@ -76,17 +76,17 @@ def _parts(index: Path) -> tuple[str, np.ndarray, np.ndarray]:
         )
     content = np.memmap(index, np.uint8, "r")
     lengths = np.frombuffer(content, "<i4", sequences, HEAD.size)
-    places = np.frombuffer(content, "<i8", sequences, HEAD.size + 4 * sequences)
+    offsets = np.frombuffer(content, "<i8", sequences, HEAD.size + 4 * sequences)
     documents = np.frombuffer(content, "<i8", entries, HEAD.size + 12 * sequences)
-    _check(lengths, places, documents, np.dtype(TYPES[code]).itemsize)
+    _check(lengths, offsets, documents, np.dtype(TYPES[code]).itemsize)
     return TYPES[code], lengths, documents
 
 
-def _check(lengths: np.ndarray, places: np.ndarray, documents: np.ndarray, itemsize: int) -> None:
+def _check(lengths: np.ndarray, offsets: np.ndarray, documents: np.ndarray, itemsize: int) -> None:
     """Raise ValueError if sequences do not follow one another without gaps, or documents not their order."""
     if (lengths < 0).any():
         raise ValueError(f"sequence {int((lengths < 0).argmax())} has a negative length: damaged")
-    wrong = places != itemsize * (np.cumsum(lengths, dtype=np.int64) - lengths)
+    wrong = offsets != itemsize * (np.cumsum(lengths, dtype=np.int64) - lengths)
     if wrong.any():
         raise ValueError(f"sequence {int(wrong.argmax())} does not begin where the one before ends")
     if not len(documents) or documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():

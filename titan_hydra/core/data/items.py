@@ -106,11 +106,11 @@ class TokenFiles(Numbered):
 
     def _read(self, index: int) -> np.ndarray | None:
         """Return the tokens of a sample in the unshuffled order; None if they cannot be read."""
-        shard, place = files.place_in(self.ends, index)
+        shard, sample = files.place_in(self.ends, index)
         file, header = self.shards[shard].file, self.shards[shard].header
         if not self.shards[shard].usable:
             return None
-        dtype, first = np.dtype(header["dtype"]), place * self.seq_len
+        dtype, first = np.dtype(header["dtype"]), sample * self.seq_len
         size = (self.seq_len + 1) * dtype.itemsize
         try:
             content = os.pread(self.open_files.descriptor(file), size, first * dtype.itemsize)
@@ -133,18 +133,18 @@ class TokenFiles(Numbered):
 
     def _documents(self, index: int) -> dict[str, np.ndarray]:
         """Return the number of the document of each token of a sample; {} if they are not asked for, or not known."""
-        shard, place = files.place_in(self.ends, index)
+        shard, sample = files.place_in(self.ends, index)
         if not self.documents or self.shards[shard].index is None:
             return {}
-        tokens = np.arange(place * self.seq_len, (place + 1) * self.seq_len + 1)
+        tokens = np.arange(sample * self.seq_len, (sample + 1) * self.seq_len + 1)
         return {"documents": self._starts(shard).searchsorted(tokens, "right").astype(np.int32)}
 
     def _files(self, path: str | None) -> list[Path]:
         """Return the files of a path, including missing ones whose headers exist."""
-        found = files.require(self.key, path, (".bin",))
+        existing = files.require(self.key, path, (".bin",))
         headers = expand(path if Path(path).expanduser().is_dir() else f"{path}.json")
         named = {header.with_suffix("") for header in headers if header.name.endswith(".bin.json")}
-        return sorted({*found, *named})
+        return sorted({*existing, *named})
 
     def _shard(self, file: Path) -> Shard | None:
         """Return a file with its header; None if the header cannot be read. Raises ConfigError if the model has too few
@@ -171,8 +171,8 @@ def wrong_size(file: Path, header: dict[str, Any]) -> str | None:
     size = file.stat().st_size if file.exists() else None
     if size == tokens * dtype.itemsize:
         return None
-    found = "no such file" if size is None else f"{size} bytes"
-    return f"{file}: {found}, but {described.name} lists {tokens} tokens in {dtype}"
+    actual = "no such file" if size is None else f"{size} bytes"
+    return f"{file}: {actual}, but {described.name} lists {tokens} tokens in {dtype}"
 
 
 def header_at(file: Path) -> dict[str, Any]:

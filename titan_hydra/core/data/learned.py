@@ -36,8 +36,8 @@ def header_of(data: dict[str, Any], located: Callable[[str], str] = str) -> dict
     """Return the header of the first file of ids among the sources of a data section; None if text is encoded."""
     for source in sources_of(data):
         kind = DATA_SOURCES.get(source.get("name"))
-        if kind and kind.encoded and source.get("path") and (found := first_header(located(source["path"]))):
-            return found
+        if kind and kind.encoded and source.get("path") and (header := first_header(located(source["path"]))):
+            return header
     return None
 
 
@@ -57,23 +57,23 @@ def learned_words(header: dict[str, Any] | None, keys: schema.Tokenizer) -> Toke
     """Load the tokenizer of a job whose files of ids have this header; None: there are none. Raises ConfigError if the
     files were encoded by another tokenizer, or if nobody says by which.
     """
-    words = load(keys)
+    tokenizer = load(keys)
     if header is None:
-        return words
+        return tokenizer
     digest = header["tokenizer_sha256"]
-    if digest != words.sha256 if is_digest(digest) else keys.name == "embedded":
+    if digest != tokenizer.sha256 if is_digest(digest) else keys.name == "embedded":
         which = f"of SHA-256 {digest}" if is_digest(digest) else "of which their header has no SHA-256"
         raise ConfigError(
             f"tokenizer={keys.name}: the data were encoded by another tokenizer, {which}; name the file of that one with "
             "tokenizer=hf tokenizer.path=FILE"
         )
-    return separated(words, header)
+    return separated(tokenizer, header)
 
 
-def separated(words: Tokenizer, header: dict[str, Any]) -> Tokenizer:
+def separated(tokenizer: Tokenizer, header: dict[str, Any]) -> Tokenizer:
     """Return a tokenizer with the begin-of-text and end-of-text of a header."""
-    eos = words.eos_id if header["eos_id"] is None else header["eos_id"]
-    return replace(words, bos_id=None if header["bos_id"] == eos else header["bos_id"], eos_id=eos)
+    eos = tokenizer.eos_id if header["eos_id"] is None else header["eos_id"]
+    return replace(tokenizer, bos_id=None if header["bos_id"] == eos else header["bos_id"], eos_id=eos)
 
 
 def words_of_data(job: schema.Job) -> Tokenizer:
@@ -81,18 +81,18 @@ def words_of_data(job: schema.Job) -> Tokenizer:
     return learned_words(header_of(to_dict(job)["data"]), job.tokenizer)
 
 
-def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+def same_ids(first: Tokenizer, second: Tokenizer) -> bool:
     """Whether two tokenizers, perhaps of different files, encode a sample alike and agree on their special tokens."""
-    common = one.special.keys() & other.special.keys()
-    return one.encode(SAMPLE) == other.encode(SAMPLE) and all(
-        one.special[name] == other.special[name] for name in common
+    common = first.special.keys() & second.special.keys()
+    return first.encode(SAMPLE) == second.encode(SAMPLE) and all(
+        first.special[name] == second.special[name] for name in common
     )
 
 
 def faults_of_ids(key: str, source: FileSource, job: schema.Job) -> Iterator[Fault]:
     """Yield a fault if headers are not those of token ids, or if training and held-out files had different tokenizers."""
     held_out = source.validation_path if job.validation.name == "on" else None
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for part, path in (("path", source.path), ("validation_path", held_out)):
         bad: list[str] = []
         try:
@@ -102,7 +102,7 @@ def faults_of_ids(key: str, source: FileSource, job: schema.Job) -> Iterator[Fau
         for file in files:
             try:
                 header = header_at(file)
-                found.setdefault(part, header["tokenizer_sha256"])
+                digests.setdefault(part, header["tokenizer_sha256"])
                 bad += filter(None, [wrong_size(file, header)])
             except ConfigError as error:
                 bad.append(str(error))
@@ -110,11 +110,11 @@ def faults_of_ids(key: str, source: FileSource, job: schema.Job) -> Iterator[Fau
             yield Fault(f"{key}.{part}", path, bad[0])
     if wrong := _wrong_beginning(source.path or "", job):
         yield Fault(f"{key}.path", source.path, wrong)
-    if len(set(found.values())) > 1:
+    if len(set(digests.values())) > 1:
         yield Fault(
             f"{key}.validation_path",
             held_out,
-            f"encoded by the tokenizer of SHA-256 {found['validation_path']}, and {key}.path by that of {found['path']}",
+            f"encoded by the tokenizer of SHA-256 {digests['validation_path']}, and {key}.path by that of {digests['path']}",
         )
 
 
@@ -126,7 +126,7 @@ def _wrong_beginning(path: str, job: schema.Job) -> str | None:
     file = next(file for file in expand(path) if file.suffix == ".bin")
     with contextlib.suppress(OSError, ValueError):
         ids = np.fromfile(file, header["dtype"], count=FIRST)
-        if len(ids) and (wrong := [one for one in (ids.min(), ids.max()) if not 0 <= one < job.model.vocab_size]):
+        if len(ids) and (wrong := [token for token in (ids.min(), ids.max()) if not 0 <= token < job.model.vocab_size]):
             return f"{file}: its first {len(ids):,} tokens have the id {wrong[0]}, and model.vocab_size is {job.model.vocab_size}"
         if job.data.document_mask and len(ids) and (ids == header["eos_id"]).all():
             return (

@@ -88,20 +88,20 @@ class LongText:
         begin = self._cut(self.size * place // of // PIECE * PIECE)[0] if place else self.start
         return begin if begin < self.size else self.start
 
-    def _cut(self, place: int) -> tuple[int, str]:
-        """Return the first place from `place` on at which the text is cut, and the characters behind it; these are ""
+    def _cut(self, offset: int) -> tuple[int, str]:
+        """Return the first place from `offset` on at which the text is cut, and the characters behind it; these are ""
         if a token may cross the cut.
         """
-        if place >= self.size:
+        if offset >= self.size:
             return self.size, ""
-        content = os.pread(self.stream.fileno(), PIECE, place)
+        content = os.pread(self.stream.fileno(), PIECE, offset)
         first = next((byte for byte in range(min(4, len(content))) if content[byte] & 0xC0 != 0x80), 0)
         text = content[first:].decode(errors="ignore")
-        if found := LINE.search(text) or WORD.search(text):
-            end = found.end()
+        if blank := LINE.search(text) or WORD.search(text):
+            end = blank.end()
             behind = text[end : end + (1 if text[end - 1] == "\n" else 2)]
-            return place + first + len(text[:end].encode()), behind
-        return min(place + first + len(text.encode()), self.size), ""
+            return offset + first + len(text[:end].encode()), behind
+        return min(offset + first + len(text.encode()), self.size), ""
 
     def _before(self, begin: int) -> str:
         """Return the character before a cut; "" if a token may cross the cut."""
@@ -117,5 +117,5 @@ class LongText:
         try:
             return os.pread(self.stream.fileno(), size, begin).decode()
         except UnicodeDecodeError as error:
-            place = begin + error.start
-            raise BadShard(self.file, f"{self.file}: cannot be read: byte {place:,} is not UTF-8") from error
+            wrong_byte = begin + error.start
+            raise BadShard(self.file, f"{self.file}: cannot be read: byte {wrong_byte:,} is not UTF-8") from error

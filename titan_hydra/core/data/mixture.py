@@ -47,9 +47,9 @@ class Mixture:
         """Return the source of a sample, and the number of earlier samples from that source."""
         step, slot = divmod(number, self.global_batch)
         turn = step * self.global_batch + permute(slot, self.global_batch, self.seed, step)
-        period, place = divmod(turn, PERIOD)
-        part = self.turns[place]
-        return self.names[part], int(period * self.before[-1, part] + self.before[place, part])
+        period, position = divmod(turn, PERIOD)
+        part = self.turns[position]
+        return self.names[part], int(period * self.before[-1, part] + self.before[position, part])
 
     def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
         name, number = self.choose(number)

@@ -47,12 +47,12 @@ class PageReaders:
         with _refusing(file):
             metadata = opened_parquet(file, name).metadata
             number, first = start, 0  # the next row, and the first row of the group
-            for place in range(metadata.num_row_groups):
-                group = metadata.row_group(place)
+            for group_index in range(metadata.num_row_groups):
+                group = metadata.row_group(group_index)
                 size = batch_size(group, name)
                 while number < first + group.num_rows:
                     index = (number - first) // size
-                    values, begin = self._batch(file, name, place, index, size), first + index * size
+                    values, begin = self._batch(file, name, group_index, index, size), first + index * size
                     for row in range(number, begin + len(values), every):
                         yield row, values[row - begin]
                         number = row + every
@@ -60,8 +60,8 @@ class PageReaders:
 
     def _batch(self, file: Path, name: str, group: int, index: int, size: int) -> Any:
         """Return the batch `index` of a row group."""
-        if (found := self.kept.get((file, group, index))) is not None:
-            return found
+        if (batch := self.kept.get((file, group, index))) is not None:
+            return batch
         reader = self._reader(file, name, group, index, size)
         while reader.next <= index:
             values = next(reader.batches).column(0)
@@ -124,7 +124,7 @@ def opened_parquet(file: Path, name: str | None = None) -> Any:
 
 def batch_size(group: Any, name: str | None = None) -> int:
     """Return how many rows of a row group have about BATCH bytes."""
-    chunks = (group.column(place) for place in range(group.num_columns))
+    chunks = (group.column(column_index) for column_index in range(group.num_columns))
     size = sum(
         chunk.total_uncompressed_size for chunk in chunks if name in (None, chunk.path_in_schema.partition(".")[0])
     )

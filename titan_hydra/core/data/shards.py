@@ -44,9 +44,9 @@ class BadShards:
         self.bad_rows = sum(name.startswith(ROW) for name in self.found)
         self.bad_shards = sum(not name.startswith((ROW, UNLIMITED)) for name in self.found)
 
-    def restore(self, found: dict[str, str]) -> None:
+    def restore(self, earlier: dict[str, str]) -> None:
         """Add what a run had found before it was resumed."""
-        self.found = found | self.found
+        self.found = earlier | self.found
         self.__post_init__()
 
     def add(self, error: BadShard) -> None:
@@ -59,7 +59,7 @@ class BadShards:
 
     def check(self) -> None:
         """Raise ConfigError, with the last reason, if there are more bad shards, or more bad rows, than the limit."""
-        for key, limit, what, number in (
+        for key, limit, units, number in (
             ("data.max_bad_shards", self.limit, "shards", self.bad_shards),
             (self.key_of_rows, self.rows, "rows", self.bad_rows),
         ):
@@ -67,7 +67,7 @@ class BadShards:
                 reasons = [
                     reason
                     for name, reason in self.found.items()
-                    if not name.startswith(UNLIMITED) and name.startswith(ROW) is (what == "rows")
+                    if not name.startswith(UNLIMITED) and name.startswith(ROW) is (units == "rows")
                 ]
-                so_far = f"the last of {number} bad {what}; " if limit else ""
+                so_far = f"the last of {number} bad {units}; " if limit else ""
                 raise ConfigError(f"{reasons[-1]}; {so_far}{key}={limit}")

@@ -141,8 +141,8 @@ class Stream:
             sharers, number = -(-self.slots // self.source.units), self.slot // self.source.units
             if text := self.begun[0].text:
                 first = self.begun[0]
-                place = {"turn": first.turn, "row": first.row, "place": first.place}
-                self.load(place | {"piece": text.at(number, sharers)})
+                position = {"turn": first.turn, "row": first.row, "place": first.place}
+                self.load(position | {"piece": text.at(number, sharers)})
                 self.begun.append(next(self.coming))
             else:
                 self.state["token"] = len(self.begun[0].tokens) * number // sharers
@@ -174,8 +174,8 @@ class Stream:
     def _pieces(self, text: LongText, begin: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield offset and tokens of the pieces of a long text."""
         try:
-            for place, piece in text.pieces(begin):
-                yield place, np.array(piece.encode(self.tokenizer), dtype=np.int32)
+            for offset, piece in text.pieces(begin):
+                yield offset, np.array(piece.encode(self.tokenizer), dtype=np.int32)
         except BadShard as error:
             self.bad.add(error)
 
@@ -200,11 +200,11 @@ class Stream:
         """Return the unit that this slot reads after `turn` other units. Even without a seed, epochs begin at different
         units; otherwise a slot might read the same few units in each epoch.
         """
-        epoch, place = divmod(self.slot + turn * self.slots, self.source.units)
+        epoch, position = divmod(self.slot + turn * self.slots, self.source.units)
         if self.seed is None:
             start = permute(0, self.source.units, epoch) if epoch else 0
-            return (start + place) % self.source.units
-        return permute(place, self.source.units, self.seed, epoch)
+            return (start + position) % self.source.units
+        return permute(position, self.source.units, self.seed, epoch)
 
     def _any_text(self) -> bool:
         return any(self._has_text(unit) for unit in range(self.source.units))

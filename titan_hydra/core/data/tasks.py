@@ -77,9 +77,9 @@ class Task:
                 continue
             logs = [log for log, _ in own]
             right.append(_first_best(logs) == question.gold)
-            for found, size in ((normed, len), (by_bytes, lambda choice: len(choice.encode()))):
+            for hits, size in ((normed, len), (by_bytes, lambda choice: len(choice.encode()))):
                 lengths = map(size, question.choices)
-                found.append(_first_best([log / n for log, n in zip(logs, lengths, strict=True)]) == question.gold)
+                hits.append(_first_best([log / n for log, n in zip(logs, lengths, strict=True)]) == question.gold)
         numbers = {"acc": fmean(right), "acc_stderr": _error(right)}
         if chosen:
             numbers |= {"acc_norm": fmean(normed), "acc_norm_stderr": _error(normed), "acc_bytes": fmean(by_bytes)}
@@ -96,12 +96,18 @@ def load_tasks(job: Job) -> list[Task]:
     """
     if wrong := next(faults(job), None):
         raise wrong.error
-    words = words_of_data(job)
-    found = []
+    tokenizer = words_of_data(job)
+    loaded = []
     for path in job.validation.tasks:
         questions = read_questions(home(path))
-        found.append(Task(task_name(path), questions, [one for each in questions for one in requests_of(each, words)]))
-    return found
+        loaded.append(
+            Task(
+                task_name(path),
+                questions,
+                [request for question in questions for request in requests_of(question, tokenizer)],
+            )
+        )
+    return loaded
 
 
 def faults(job: Job) -> Iterator[Fault]:
@@ -129,39 +135,39 @@ def task_name(path: str) -> str:
 
 def read_questions(file: Path) -> list[TaskQuestion]:
     """Read a task's file, which is JSONL (also .gz or .zst). Raises ConfigError, with file and line."""
-    found: list[TaskQuestion] = []
+    questions: list[TaskQuestion] = []
     try:
         with opened(file) as stream:
             for line, text in enumerate(stream, 1):
                 if text.strip():
-                    found.append(_question(text, line, f"{file}:{line}"))
-                    if (found[-1].gold is None) != (found[0].gold is None):
+                    questions.append(_question(text, line, f"{file}:{line}"))
+                    if (questions[-1].gold is None) != (questions[0].gold is None):
                         raise ConfigError(f"{file}:{line}: some rows have choices, and others a target")
     except UNREADABLE as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
-    if not found:
+    if not questions:
         raise ConfigError(f"{file}: no question in it")
-    return found
+    return questions
 
 
-def requests_of(question: TaskQuestion, words: Tokenizer) -> list[Request]:
+def requests_of(question: TaskQuestion, tokenizer: Tokenizer) -> list[Request]:
     """Return a request for each choice: the tokens of the prompt, then those of the choice. As in lm-eval, blanks at
     the end of the prompt belong to the choice. The prompt is encoded without the choice, into n tokens. The choice's
     tokens are those after the first n when prompt and choice are encoded as one text.
     """
-    first = [] if words.bos_id is None else [words.bos_id]
+    first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     prompt = question.prompt.rstrip()
     blanks = question.prompt[len(prompt) :]
-    found = []
+    requests = []
     for choice in question.choices:
         if not question.prompt:  # without a begin-of-text, end-of-text comes before the text
-            ids, given = [*(first or [words.eos_id]), *words.encode(question.delimiter + choice)], 1
+            ids, given = [*(first or [tokenizer.eos_id]), *tokenizer.encode(question.delimiter + choice)], 1
         else:
-            alone = first + words.encode(prompt)
+            alone = first + tokenizer.encode(prompt)
             given = len(alone)
-            ids = alone + [*first, *words.encode(prompt + blanks + question.delimiter + choice)][given:]
-        found.append(Request(ids, given))
-    return found
+            ids = alone + [*first, *tokenizer.encode(prompt + blanks + question.delimiter + choice)][given:]
+        requests.append(Request(ids, given))
+    return requests
 
 
 def _question(text: bytes, line: int, where: str) -> TaskQuestion:
@@ -202,9 +208,9 @@ def _keys(keys: TokenizerKeys) -> tuple[str, str | None]:
 def _objection(file: Path, stamp: tuple[int, int], keys: tuple[str, str | None], seq_len: int) -> str | None:
     """Return why a task's file cannot be evaluated; None if it can. The result is cached for the cells of a sweep."""
     try:
-        words = load(TokenizerKeys(*keys))
+        tokenizer = load(TokenizerKeys(*keys))
         for question in read_questions(file):
-            for choice, request in zip(question.choices, requests_of(question, words), strict=True):
+            for choice, request in zip(question.choices, requests_of(question, tokenizer), strict=True):
                 where = f"{file}:{question.line}"
                 if request.length > seq_len:
                     return f"{where}: prompt and choice have {request.length} tokens, more than data.seq_len={seq_len}"

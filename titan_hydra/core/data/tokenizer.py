@@ -95,13 +95,13 @@ def of_facts(facts: Facts, file: Path | None = None) -> Tokenizer:
         raise ConfigError(
             f"the tokenizer whose ids the model has learned{which} is not known here: name its file with --tokenizer"
         )
-    words = load(
+    loaded = load(
         schema.Tokenizer(name, learned.get("path") if file is None else str(file)), facts if file is None else None
     )
-    if is_digest(digest) and words.sha256 != digest:
+    if is_digest(digest) and loaded.sha256 != digest:
         key = f"--tokenizer={file}" if file else f"tokenizer.path={learned.get('path')}"
-        raise ConfigError(f"{key}: SHA-256 {words.sha256}; the model has learned the ids of another one, of {digest}")
-    return replace(words, bos_id=learned["bos_id"], eos_id=learned["eos_id"]) if "eos_id" in learned else words
+        raise ConfigError(f"{key}: SHA-256 {loaded.sha256}; the model has learned the ids of another one, of {digest}")
+    return replace(loaded, bos_id=learned["bos_id"], eos_id=learned["eos_id"]) if "eos_id" in learned else loaded
 
 
 def name_by_suffix(file: Path) -> str:
@@ -205,9 +205,9 @@ def _load_hf(path: Path, content: bytes, facts: Facts) -> Tokenizer:
         return other
 
     def locate(text: str) -> Located:
-        found = with_specials().encode(text, add_special_tokens=False)
-        begins, ends = np.array(found.offsets, dtype=np.int64).reshape(-1, 2).T
-        return Located(found.ids, begins, ends)
+        encoding = with_specials().encode(text, add_special_tokens=False)
+        begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        return Located(encoding.ids, begins, ends)
 
     bos, eos = _begin(tokenizer, facts), _end(tokenizer, facts)
     if eos is None:
@@ -260,8 +260,8 @@ def _end(tokenizer: tokenizers.Tokenizer, facts: Facts) -> int | None:
     padding = token_of(facts.words, "pad_token")  # chat models often pad with what ended a document before
     candidates = {padding, *map(tokenizer.id_to_token, stated)}
     usual = next((name for name in EOS_NAMES if name in candidates), "")
-    found = tokenizer.token_to_id(usual)
-    return stated[0] if found is None else found
+    id_of_usual = tokenizer.token_to_id(usual)
+    return stated[0] if id_of_usual is None else id_of_usual
 
 
 def _check_added(facts: Facts, tokenizer: tokenizers.Tokenizer, path: Path) -> None:

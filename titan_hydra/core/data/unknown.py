@@ -50,10 +50,10 @@ def count(path: str, texts: tuple[str, ...]) -> Count:
     tokens = unknown = 0
     lost = Counter[str]()
     for text in texts if known.unknown is not None else ():
-        found = known.locate(text)
-        places = [place for place, token in enumerate(found.ids) if token == known.unknown]
-        tokens, unknown = tokens + len(found.ids), unknown + len(places)
-        lost.update(text[found.begins[place] : found.ends[place]] for place in places)
+        located = known.locate(text)
+        unknown_indices = [index for index, token in enumerate(located.ids) if token == known.unknown]
+        tokens, unknown = tokens + len(located.ids), unknown + len(unknown_indices)
+        lost.update(text[located.begins[index] : located.ends[index]] for index in unknown_indices)
     return Count(tokens, sum(map(len, texts)), unknown, lost)
 
 
@@ -71,7 +71,7 @@ def warning(
     if tokenizer.name != "hf" or not tokenizer.path:
         return  # the tokenizer works on bytes, so it can encode every text
     try:
-        found = count(
+        counted = count(
             tokenizer.path,
             tuple(
                 text[:LENGTH].encode(errors="ignore").decode()
@@ -81,9 +81,9 @@ def warning(
         )
     except Exception:  # files can be damaged in any way
         return
-    if max(found.shares) > SHARE:
-        tokens, characters = found.shares
-        most = ", ".join(repr(text[:20]) for text, _ in found.texts.most_common(8))
+    if max(counted.shares) > SHARE:
+        tokens, characters = counted.shares
+        most = ", ".join(repr(text[:20]) for text, _ in counted.texts.most_common(8))
         yield Fault(
             key,
             value,
@@ -99,8 +99,8 @@ def of_some(path: str | None, suffixes: tuple[str, ...], texts: Callable[[Path],
 
 def some_files(path: str | None, suffixes: tuple[str, ...], number: int = FILES) -> list[Path]:
     """Return at most `number` files of a source that are not empty, evenly spaced."""
-    found = [file for file in data_files(path or "", expand(path or ""), suffixes) if file.stat().st_size]
-    return found[:: -(-len(found) // number) or 1]
+    files_with_content = [file for file in data_files(path or "", expand(path or ""), suffixes) if file.stat().st_size]
+    return files_with_content[:: -(-len(files_with_content) // number) or 1]
 
 
 def in_files(key: str, source: TextSource, job: schema.Job) -> Iterator[Fault]:

@@ -71,7 +71,9 @@ class Input:
         # what says how the numbers of a .bin are read: our header, and Megatron-LM's index
         tokens = [file for file in files if file.suffix == ".bin"]
         beside += [
-            place for file in tokens for place in (file.with_name(f"{file.name}.json"), file.with_suffix(".idx"))
+            companion
+            for file in tokens
+            for companion in (file.with_name(f"{file.name}.json"), file.with_suffix(".idx"))
         ]
         return files + [file for file in beside if file.is_file() and file != path]
 
@@ -205,8 +207,8 @@ def look_anew() -> None:
 
 def digest_of_files(path: str, suffixes: tuple[str, ...]) -> str | None:
     """Return the digest of the files of data that a path names; None if there are none."""
-    found = look_at(Input("data.path", "data", path, suffixes))
-    return found.digest if found else None
+    file_set = look_at(Input("data.path", "data", path, suffixes))
+    return file_set.digest if file_set else None
 
 
 def data_sources(data: Data) -> dict[str, Any]:

@@ -109,5 +109,5 @@ class MaximalUpdateRules(Rules):
 
 def rules_of(model: Model, parametrization: Parametrization) -> Rules:
     """Return the rules of a model's parametrization."""
-    made: Any = resolve(PARAMETRIZATIONS[parametrization.name].rules) or (lambda model, config: Rules(model))
-    return made(model, parametrization)
+    build: Any = resolve(PARAMETRIZATIONS[parametrization.name].rules) or (lambda model, config: Rules(model))
+    return build(model, parametrization)

@@ -67,7 +67,7 @@ def numbered(steps: Iterable[Step]) -> list[Action]:
             pending += [(stage, number)] * (kind == "I")
             done.append((stage, kind, number))
         elif pending:
-            entry = next(one for one in pending if stage in (None, one[0]))
+            entry = next(waiting for waiting in pending if stage in (None, waiting[0]))
             pending.remove(entry)
             done.append((entry[0], "W", entry[1]))
     return done

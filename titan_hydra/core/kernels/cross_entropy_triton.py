@@ -31,11 +31,11 @@ def _sums(logits, largest, sums, width, BLOCK: tl.constexpr):
 def _slopes(logits, targets, largest, scales, weights, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = logits + row * width + column
-    x = tl.load(place, mask=column < width, other=0.0).to(tl.float32)
+    addresses = logits + row * width + column
+    x = tl.load(addresses, mask=column < width, other=0.0).to(tl.float32)
     y = tl.exp(x - tl.load(largest + row)) * tl.load(scales + row)
     y = tl.where(column == tl.load(targets + row), y - tl.load(weights + row), y)
-    tl.store(place, y.to(logits.dtype.element_ty), mask=column < width)
+    tl.store(addresses, y.to(logits.dtype.element_ty), mask=column < width)
 
 
 def sums_on_gpu(logits: Tensor) -> tuple[Tensor, Tensor]:

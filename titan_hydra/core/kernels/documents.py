@@ -64,8 +64,8 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: 
     """
     out, sums = _results(q)
     for part in _documents(offsets):
-        one, its_sums = flash_on_cpu(*_as_batch(part, q, k, v), is_causal=True)
-        out[part], sums[:, part] = one[0].transpose(0, 1), its_sums[0]
+        document_out, document_sums = flash_on_cpu(*_as_batch(part, q, k, v), is_causal=True)
+        out[part], sums[:, part] = document_out[0].transpose(0, 1), document_sums[0]
     return out, sums
 
 
@@ -76,9 +76,11 @@ def attend_documents_backward(
     """Return the gradients of q, k and v."""
     whole = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for part in _documents(offsets):
-        found = flash_on_cpu_backward(*_as_batch(part, gradient, q, k, v, out), sums[:, part].unsqueeze(0), 0.0, True)
-        for x, one in zip(whole, found, strict=True):
-            x[part] = one[0].transpose(0, 1)
+        gradients = flash_on_cpu_backward(
+            *_as_batch(part, gradient, q, k, v, out), sums[:, part].unsqueeze(0), 0.0, True
+        )
+        for x, part_gradient in zip(whole, gradients, strict=True):
+            x[part] = part_gradient[0].transpose(0, 1)
     return whole
 
 

@@ -152,17 +152,17 @@ def _columns(
 
 @triton.jit
 def _store_transposed(quantized, y, row, column, stride, here):
-    place = column[:, None] * stride + row[None, :]
-    tl.store(quantized + place, tl.trans(y.to(tl.float8e4nv)), mask=tl.trans(here))
+    offsets = column[:, None] * stride + row[None, :]
+    tl.store(quantized + offsets, tl.trans(y.to(tl.float8e4nv)), mask=tl.trans(here))
 
 
 @triton.jit
 def _gated_tile(gates, gradient, row, column, height, WIDTH):
     # Returns the gradients of both halves of SwiGLU's input, SwiGLU's product in the forward, and the mask of the tile.
     here = (row < height)[:, None] & (column < WIDTH)[None, :]
-    place = row[:, None] * 2 * WIDTH + column[None, :]
-    u = tl.load(gates + place, mask=here, other=0.0).to(tl.float32)
-    g = tl.load(gates + place + WIDTH, mask=here, other=0.0).to(tl.float32)
+    offsets = row[:, None] * 2 * WIDTH + column[None, :]
+    u = tl.load(gates + offsets, mask=here, other=0.0).to(tl.float32)
+    g = tl.load(gates + offsets + WIDTH, mask=here, other=0.0).to(tl.float32)
     d = tl.load(gradient + row[:, None] * WIDTH + column[None, :], mask=here, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(u)
     silu = u * sigmoid
@@ -219,9 +219,9 @@ def _gated_backward(
     du, dg, product, here = _gated_tile(gates, gradient, row, column, height, WIDTH)
     scale, inverse = _scales(tl.load(row_maxima + row, mask=row < height, other=0))
     tl.store(row_inverses + row, inverse, mask=row < height)
-    place = row[:, None] * 2 * WIDTH + column[None, :]
-    tl.store(rows + place, (du * scale[:, None]).to(tl.float8e4nv), mask=here)
-    tl.store(rows + place + WIDTH, (dg * scale[:, None]).to(tl.float8e4nv), mask=here)
+    offsets = row[:, None] * 2 * WIDTH + column[None, :]
+    tl.store(rows + offsets, (du * scale[:, None]).to(tl.float8e4nv), mask=here)
+    tl.store(rows + offsets + WIDTH, (dg * scale[:, None]).to(tl.float8e4nv), mask=here)
     scale, inverse = _scales(tl.load(maxima + column, mask=known, other=0))
     tl.store(inverses + column, inverse, mask=known)
     _store_transposed(columns, du * scale[None, :], row, column, height, here)

@@ -109,9 +109,9 @@ class HuggingFace:
             _, layer, part = fqn.split(".", 2)
             block = f"model.layers.{layer}."
         module = self.names.get(part.removesuffix(".weight")) if part.endswith(".weight") else None
-        if (found := self.names.get(part) or (f"{module}.weight" if module else None)) is None:
+        if (theirs := self.names.get(part) or (f"{module}.weight" if module else None)) is None:
             raise ConfigError(f"{fqn}: model_type={self.model_type} has no name for this tensor in its `names`")
-        return block + found
+        return block + theirs
 
     def pieces(self, fqn: str, shape: Sequence[int], there: Collection[str] = ()) -> list[StoredPart]:
         """Return the pieces that make up the tensor `fqn`, for a folder with the tensors `there`: the tensor itself, or the
@@ -158,20 +158,22 @@ def folded(names: Collection[str], rules: Rules) -> dict[str, float]:
     weight in which the scaled values are linear. Raises ConfigError if there is no such weight.
     """
     normed = any(name.endswith(".attention.q_norm.weight") for name in names)
-    places = (
+    scales = (
         ("output", rules.output, ("norm.weight",)),
         ("branch", rules.branch, (".attention.wo.weight", ".w2.weight", ".experts.w2")),
         ("attention", rules.attention, (".attention.q_norm.weight" if normed else ".attention.wq.weight",)),
     )
-    found: dict[str, float] = {}
-    for what, scale, ends in places:
-        own = (
-            [name for name in names if name.endswith(ends) and (what != "output" or name in ends)] if scale != 1 else []
+    factors: dict[str, float] = {}
+    for scale_name, scale, ends in scales:
+        scaled = (
+            [name for name in names if name.endswith(ends) and (scale_name != "output" or name in ends)]
+            if scale != 1
+            else []
         )
-        if scale != 1 and not own:
-            raise ConfigError(f"its {what} scale of {scale:g} cannot be multiplied into any weight")
-        found |= dict.fromkeys(own, scale)
-    return found
+        if scale != 1 and not scaled:
+            raise ConfigError(f"its {scale_name} scale of {scale:g} cannot be multiplied into any weight")
+        factors |= dict.fromkeys(scaled, scale)
+    return factors
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -299,10 +301,12 @@ def _check_scaling(rope: dict[str, Any], file: Path, kind: str | None, known: Co
     """Raise ConfigError if rotary positions are neither plain nor scaled as `kind` (None: a family supports no scaling),
     and for keys that are not `known`.
     """
-    found = rope["rope_type"]
-    if found not in ("default", kind):
+    rope_type = rope["rope_type"]
+    if rope_type not in ("default", kind):
         legal = f"{kind} or default" if kind else "default"
-        raise ConfigError(f"{file}: rope_type={found}: only {legal} can be converted")
+        raise ConfigError(f"{file}: rope_type={rope_type}: only {legal} can be converted")
     for key in sorted(rope.keys() - {"rope_type", "rope_theta", "partial_rotary_factor"}):
-        if found == "default" or key not in known:
-            raise ConfigError(f"{file}: {key}={rope[key]} of the rotary positions, with rope_type={found}: not known")
+        if rope_type == "default" or key not in known:
+            raise ConfigError(
+                f"{file}: {key}={rope[key]} of the rotary positions, with rope_type={rope_type}: not known"
+            )

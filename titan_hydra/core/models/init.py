@@ -64,12 +64,12 @@ def scale_forward(model: nn.Module, config: Model, rules: Rules) -> None:
     attribute for its scale, unless the scale is 1.
     """
     blocks = list(family_of(config).blocks(model).values())
-    places = (
+    scales = (
         ("output_scale", rules.output, [model]),
         ("branch_scale", rules.branch, blocks),
         ("query_scale", rules.attention, [block.attention for block in blocks] if rules.attention != 1 else []),
     )
-    for attribute, scale, modules in places:
+    for attribute, scale, modules in scales:
         for module in modules if scale != 1 else ():
             if not hasattr(module, attribute):
                 raise ConfigError(f"model.family={config.family}: a {type(module).__name__} has no {attribute}")

@@ -148,8 +148,8 @@ class Router(nn.Module):
         experts, order = chosen.flatten().int().sort(stable=True)
         each = torch.arange(self.config.n_experts, device=chosen.device, dtype=torch.int32)
         ends = torch.searchsorted(experts, each, right=True, out_int32=True)
-        places = torch.arange(len(order), device=chosen.device, dtype=torch.int32)
-        inverse = torch.empty_like(places).scatter_(0, order, places)
+        positions = torch.arange(len(order), device=chosen.device, dtype=torch.int32)
+        inverse = torch.empty_like(positions).scatter_(0, order, positions)
         return Destinations(chosen, order.int(), inverse, torch.diff(ends, prepend=torch.zeros_like(ends[:1])))
 
     def choose(self, scores: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def operators(names: Iterable[str]) -> set[OpOverload]:
     """Return the operators for names such as aten.mm (all its overloads) or aten.max.default. Raises ConfigError for an
     unknown name.
     """
-    found = set()
+    overloads_found = set()
     for name in names:
         namespace, operator, *overload = name.split(".")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
@@ -185,5 +185,5 @@ def operators(names: Iterable[str]) -> set[OpOverload]:
                 f"ac.save_ops={name}: this torch has no such operator; nearest legal: "
                 f"{' or '.join(difflib.get_close_matches(name, known, n=2, cutoff=0))}"
             )
-        found |= {getattr(packet, name) for name in overload or packet.overloads()}
-    return found
+        overloads_found |= {getattr(packet, name) for name in overload or packet.overloads()}
+    return overloads_found

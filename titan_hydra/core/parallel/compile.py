@@ -58,10 +58,10 @@ def breaks_refused(job: Job) -> Iterator[None]:
         yield
     except GraphBreak as error:
         text = str(error)
-        places = re.findall(r'File "(.*)", line (\d+)', text)
+        lines = re.findall(r'File "(.*)", line (\d+)', text)
         why = re.search(r"Explanation: (.*)", text)
         reason = f"a block of {job.model.family} is more than one graph: {why[1] if why else text.splitlines()[0]}"
-        where = f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
+        where = f" ({lines[-1][0]}, line {lines[-1][1]})" if lines else ""
         raise fault_at(job, "compile.name", reason.rstrip(".") + where, "off").error from error
 
 

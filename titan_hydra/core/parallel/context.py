@@ -47,13 +47,13 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     if record.ring:
         enable_ring(job, cp.device_type)
     for number, block in family_of(job.model).blocks(module).items():
-        found = [part for part in block.modules() if hasattr(part, "sdpa")]
-        if not found:
+        attentions = [part for part in block.modules() if hasattr(part, "sdpa")]
+        if not attentions:
             raise ConfigError(
                 f"parallelism.cp={mesh.degrees.cp}: block {number} of {job.model.family} has no child called sdpa that could "
                 "see the whole sequence; nearest legal: 1"
             )
-        for attention in found:
+        for attention in attentions:
             if record.ring and type(attention.sdpa) is not SDPA:
                 raise ConfigError(
                     f"parallelism.cp_rotate={record.name}: a ring replaces the attention kernel of {job.model.family}, a "

@@ -186,8 +186,8 @@ def by_expert(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
     Rows of one source for one expert stay together: all move by the same distance.
     """
-    places = torch.arange(total, device=counts.device, dtype=torch.int32)
+    positions = torch.arange(total, device=counts.device, dtype=torch.int32)
     ends, ends_by_expert = (part.flatten().cumsum(0, dtype=torch.int32) for part in (counts, counts.t()))
     moves = ends.view_as(counts) - ends_by_expert.view(counts.shape[::-1]).t()
-    order = places + moves.t().flatten()[torch.searchsorted(ends_by_expert, places, right=True, out_int32=True)]
-    return order, places - moves.flatten()[torch.searchsorted(ends, places, right=True, out_int32=True)]
+    order = positions + moves.t().flatten()[torch.searchsorted(ends_by_expert, positions, right=True, out_int32=True)]
+    return order, positions - moves.flatten()[torch.searchsorted(ends, positions, right=True, out_int32=True)]

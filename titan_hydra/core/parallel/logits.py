@@ -22,9 +22,9 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     if job.optimizer.qk_clip is None:
         return
     for block in family_of(job.model).blocks(module).values():
-        found = [part for part in block.modules() if hasattr(part, "sdpa")]
-        inner = {inside for part in found for inside in part.sdpa.modules()}  # Ulysses has an `sdpa` too
-        for part in found:
+        attentions = [part for part in block.modules() if hasattr(part, "sdpa")]
+        inner = {inside for part in attentions for inside in part.sdpa.modules()}  # Ulysses has an `sdpa` too
+        for part in attentions:
             if part not in inner:
                 part.sdpa = MeasuredAttention(part.sdpa, mesh, job)
 
@@ -51,9 +51,9 @@ class MeasuredAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         if self.training:
-            found = largest_logits(q.detach(), self.keys(k.detach()), documents, self.starts, CHUNK)
+            largest_now = largest_logits(q.detach(), self.keys(k.detach()), documents, self.starts, CHUNK)
             largest: Any = self.largest
-            largest.copy_(torch.maximum(largest, found))
+            largest.copy_(torch.maximum(largest, largest_now))
         return self.sdpa(q, k, v, documents)
 
     def keys(self, k: Tensor) -> Tensor:
@@ -64,4 +64,4 @@ class MeasuredAttention(nn.Module):
         every = all_gather_single(k.contiguous(), 0, self.group)
         parts = every.unflatten(0, (self.group.size(), -1)).unflatten(3, (len(self.starts), -1))
         by_place = parts.movedim(3, 1).flatten(0, 1)
-        return torch.cat([by_place[self.order.index(place)] for place in range(len(self.order))], dim=2)
+        return torch.cat([by_place[self.order.index(position)] for position in range(len(self.order))], dim=2)

@@ -74,16 +74,16 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
             owner.register_parameter(name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
     wanted = {linear.name for linear in adapted(job)}
     for block in family_of(job.model).blocks(module).values():
-        found = [
+        linears = [
             linear
             for name, linear in block.named_modules()
             if isinstance(linear, nn.Linear) and name.rpartition(".")[2] in wanted
         ]
-        if not found:
+        if not linears:
             raise ConfigError(
                 f"adapter={job.adapter.name}: a block of {job.model.family} has no linear {' or '.join(sorted(wanted))}"
             )
-        for linear in found:
+        for linear in linears:
             adapt(linear, job)
 
 
@@ -100,9 +100,9 @@ def adapt(linear: nn.Linear, job: Job) -> None:
     rank, dtype = config.rank, getattr(torch, job.precision.param_dtype)
     outputs, inputs = linear.weight.shape
     linear.__class__ = LoraLinear
-    made = cast(LoraLinear, linear)
-    made.factor, made.reduce_dtype = config.alpha / rank, getattr(torch, job.precision.reduce_dtype)
-    made.initial_std = {"lora_a": (3 * inputs) ** -0.5, "lora_b": 0.0}
+    lora = cast(LoraLinear, linear)
+    lora.factor, lora.reduce_dtype = config.alpha / rank, getattr(torch, job.precision.reduce_dtype)
+    lora.initial_std = {"lora_a": (3 * inputs) ** -0.5, "lora_b": 0.0}
     for name, shape, split in (("lora_a", (rank, inputs), 1), ("lora_b", (outputs, rank), 0)):
         matrix = torch.empty(shape, dtype=dtype, device="meta")
         if isinstance(linear.weight, DTensor):

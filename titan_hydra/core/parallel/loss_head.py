@@ -79,10 +79,10 @@ def linear_cross_entropy(
     """
     if targets.dim() == 3:
         numbers = targets.shape[2]
-        found = TokenCrossEntropy.apply(
+        losses = TokenCrossEntropy.apply(
             hidden.flatten(0, 1), weight, targets[..., 0].flatten(), numbers, chunk, vocabulary
         )
-        return found.view(targets.shape).squeeze(2)
+        return losses.view(targets.shape).squeeze(2)
     return LinearCrossEntropy.apply(
         hidden.flatten(0, 1), weight, targets.flatten(), chunk, vocabulary, torch.is_grad_enabled()
     )
@@ -165,11 +165,11 @@ class TokenCrossEntropy(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         hidden_gradient, weight_gradient = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden), ctx.chunk):
-            places = slice(start, start + ctx.chunk)
-            slopes = hidden[places] @ weight.T  # these are the logits; losses_of replaces them by the losses' slopes
-            losses_of(slopes, targets[places].unsqueeze(1), ctx.vocabulary, gradient[places, :1])
-            torch.mm(slopes, weight, out=hidden_gradient[places])
-            weight_gradient += slopes.T @ hidden[places]
+            rows = slice(start, start + ctx.chunk)
+            slopes = hidden[rows] @ weight.T  # these are the logits; losses_of replaces them by the losses' slopes
+            losses_of(slopes, targets[rows].unsqueeze(1), ctx.vocabulary, gradient[rows, :1])
+            torch.mm(slopes, weight, out=hidden_gradient[rows])
+            weight_gradient += slopes.T @ hidden[rows]
         return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None
 
 

@@ -76,15 +76,15 @@ class Tree(nn.Module):
         self.__dict__["frozen"] = frozen  # nn.Module's own __setattr__ would make it a submodule
         for name, tensor in tensors.items():
             *path, leaf = name.split(".")
-            place: nn.Module = self
+            parent: nn.Module = self
             for part in path:
-                if part not in dict(place.named_children()):
-                    place.add_module(part, nn.Module())
-                place = place.get_submodule(part)
+                if part not in dict(parent.named_children()):
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
             if isinstance(tensor, nn.Parameter):
-                place.register_parameter(leaf, tensor)
+                parent.register_parameter(leaf, tensor)
             else:
-                place.register_buffer(leaf, tensor)
+                parent.register_buffer(leaf, tensor)
 
 
 def copy_of(master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

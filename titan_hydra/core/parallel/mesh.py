@@ -128,8 +128,8 @@ def experts_mesh(degrees: Parallelism, device_type: str) -> DeviceMesh:
     """
     rest = degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep
     sizes = {"pp": degrees.pp, "dp_replicate": degrees.dp_replicate, "efsdp": rest, "ep": degrees.ep}
-    kept = {name: size for name, size in sizes.items() if size > 1 or name == "efsdp"}
-    return _mesh(device_type, kept)
+    split = {name: size for name, size in sizes.items() if size > 1 or name == "efsdp"}
+    return _mesh(device_type, split)
 
 
 def _mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:

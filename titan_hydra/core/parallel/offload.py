@@ -52,30 +52,30 @@ class Host:
             saved.record_stream(self.stream)  # its memory is not reused before the copy has ended
         else:
             host.copy_(saved)
-        kept = Kept(next(self.numbers), host, saved.device)
-        self.waiting[kept.number] = kept
-        return kept
+        on_host = Kept(next(self.numbers), host, saved.device)
+        self.waiting[on_host.number] = on_host
+        return on_host
 
-    def bring(self, kept: Tensor | Kept) -> Tensor:
+    def bring(self, on_host: Tensor | Kept) -> Tensor:
         """Return a block's input on its device, and begin to copy the one whose backward is expected next."""
-        if isinstance(kept, Tensor):
-            return kept
+        if isinstance(on_host, Tensor):
+            return on_host
         if self.stream is None:
-            return kept.host
-        copy = self.copied(kept)
-        self.waiting.pop(kept.number, None)
-        if earlier := [number for number in self.waiting if number < kept.number]:
+            return on_host.host
+        copy = self.copied(on_host)
+        self.waiting.pop(on_host.number, None)
+        if earlier := [number for number in self.waiting if number < on_host.number]:
             self.copied(self.waiting[max(earlier)])
-        current = torch.cuda.current_stream(kept.device)
-        current.wait_event(kept.arrived)
+        current = torch.cuda.current_stream(on_host.device)
+        current.wait_event(on_host.arrived)
         copy.record_stream(current)
-        kept.copy = None
+        on_host.copy = None
         return copy
 
-    def copied(self, kept: Kept) -> Tensor:
+    def copied(self, on_host: Kept) -> Tensor:
         """Return the copy of an input on its device. Begin to copy it if that was not done before."""
-        if kept.copy is None:
+        if on_host.copy is None:
             with torch.cuda.stream(self.stream):
-                kept.copy = kept.host.to(kept.device, non_blocking=True)
-                kept.arrived = torch.cuda.current_stream(kept.device).record_event()
-        return kept.copy
+                on_host.copy = on_host.host.to(on_host.device, non_blocking=True)
+                on_host.arrived = torch.cuda.current_stream(on_host.device).record_event()
+        return on_host.copy

@@ -42,14 +42,16 @@ def register_ring() -> None:
 def _forward_strategy(schema: OpSchema) -> OpStrategy:
     tensors = 5  # the outputs out, logsumexp; the inputs q, k, v
     return expand_to_full_mesh_op_strategy(
-        schema.get_mesh_from_args(), schema, [[place] * tensors for place in PLACEMENTS], input_index=2
+        schema.get_mesh_from_args(), schema, [[placement] * tensors for placement in PLACEMENTS], input_index=2
     )
 
 
 def _backward_strategy(schema: OpSchema) -> OpStrategy:
     tensors = 9  # the outputs: gradients of q, k, v; the inputs: gradient of out, q, k, v, out, logsumexp
     mesh = schema.get_mesh_from_args(validate=False)
-    return expand_to_full_mesh_op_strategy(mesh, schema, [[place] * tensors for place in PLACEMENTS], input_index=3)
+    return expand_to_full_mesh_op_strategy(
+        mesh, schema, [[placement] * tensors for placement in PLACEMENTS], input_index=3
+    )
 
 
 def _dispatch(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

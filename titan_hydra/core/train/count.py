@@ -31,8 +31,12 @@ def count_rank(job: Job, rank: int) -> Counted:
     if (rounds := local_batches(job)) > 2:  # every further local batch sends as many bytes as the second
         job = copy.deepcopy(job)
         job.data.global_batch = 2 * samples_at_once(job)
-        found = count_rank(job, rank)
-        return Counted(found.live, found.held, *(_repeated(part, rounds / 2) for part in (found.messages, found.calls)))
+        one_period = count_rank(job, rank)
+        return Counted(
+            one_period.live,
+            one_period.held,
+            *(_repeated(part, rounds / 2) for part in (one_period.messages, one_period.calls)),
+        )
     stages, family = stage_count(job) if job.parallelism.pp > 1 else 1, family_of(job.model)
     if not family.linears(job.model) or job.model.n_layers <= DEPTHS[-1] * stages:
         return _count(job, rank)
@@ -72,7 +76,7 @@ def _count(job: Job, rank: int) -> Counted:
     """Make one step of a rank, and return what it holds and sends."""
     job = copy.deepcopy(job)
     job.comm.rank = rank
-    found: list[Counted] = []
+    counts: list[Counted] = []
     with fake_world(job):
-        fake_step(job, counting(found))
-    return found[0]
+        fake_step(job, counting(counts))
+    return counts[0]

@@ -35,23 +35,23 @@ CPU = torch.device("cpu")
 
 def train_fake(job: Job, run: Run) -> None:
     """Run one step as rank `comm.rank` of the job's world, and print what the rank holds and what it sends."""
-    began, found = time.perf_counter(), list[Counted]()
+    began, counts = time.perf_counter(), list[Counted]()
     with fake_world(job):
-        trainer = fake_step(job, counting(found))
+        trainer = fake_step(job, counting(counts))
         # Parameters of this rank's pipeline stages, before sharding.
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         seconds = time.perf_counter() - began
         print(
             f"{job.model.name}: {trainer.parameters:,} parameters, {parameters:,} of them in the stages of rank {job.comm.rank} "
             f"of {world_size(job)}; a step of {job.parallelism.name} in {seconds:.1f} s, with nothing computed",
-            *_shown(job, found[0]),
+            *_shown(job, counts[0]),
             sep="\n",
             flush=True,
         )
         counted = {
-            "held_gib": {name: size / GIB for name, size in found[0].held.items()} | {"peak": found[0].live / GIB},
-            "sent_gib": {name: size / GIB for name, size in found[0].messages.items()},
-            "messages": found[0].calls,
+            "held_gib": {name: size / GIB for name, size in counts[0].held.items()} | {"peak": counts[0].live / GIB},
+            "sent_gib": {name: size / GIB for name, size in counts[0].messages.items()},
+            "messages": counts[0].calls,
         }
         write_result(
             job,

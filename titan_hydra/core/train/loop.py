@@ -187,19 +187,19 @@ class Loop:
             self.checkpointer.wait_for_staging()
             trainer.update(agreement)
             loss, norm, asked, (bad_shards, *sums) = agreement.read()
-            place = len(votes) + len(times)
-            votes, times, means = sums[: len(votes)], sums[len(votes) : place], sums[place:]
+            end_of_times = len(votes) + len(times)
+            votes, times, means = sums[: len(votes)], sums[len(votes) : end_of_times], sums[end_of_times:]
             self.refuse_non_finite(step, loss, norm)
             clock.stop()
             if bad_shards:
                 with clock.leave_out():
                     report_bad_shards(self.loader, self.metrics, step)
-            told = None if agreement.empty else loss
+            step_loss = None if agreement.empty else loss
             columns = {} if agreement.empty else trainer.objective.named(means)
-            self.metrics.step(step, told, norm, lr, times, columns, [trainer.balance, trainer.clip])
+            self.metrics.step(step, step_loss, norm, lr, times, columns, [trainer.balance, trainer.clip])
             for reason in trainer.objective.warnings_of_first_step(columns) if step == 1 and columns else ():
                 self.metrics.event("warning", step, reason=reason)
-            step, missed = groups.after_step(step, told)
+            step, missed = groups.after_step(step, step_loss)
             self.save(step, votes, self.validate(step), stop=groups.stops(asked), missed=missed)
             self.settle()
             collect_garbage(step, self.job.train.gc_interval)
@@ -264,8 +264,8 @@ def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
     news = dict(sorted((name, reason) for part in parts for name, reason in part.items()))
     for kind, own in (("shard", False), ("row", True)):
         known = sum(name.startswith(ROW) is own for name in loader.known)
-        found = [(name.removeprefix(ROW), reason) for name, reason in news.items() if name.startswith(ROW) is own]
-        for count, (name, reason) in enumerate(found, start=known + 1):
+        left_out = [(name.removeprefix(ROW), reason) for name, reason in news.items() if name.startswith(ROW) is own]
+        for count, (name, reason) in enumerate(left_out, start=known + 1):
             metrics.event(f"bad_{kind}", step, **{f"bad_{kind}s": count, kind: name, "reason": reason})
             if metrics.events:
                 print(f"warning: a {kind} is left out: {reason}", flush=True)

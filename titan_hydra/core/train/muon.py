@@ -121,15 +121,15 @@ def coordinate(matrix: nn.Parameter, rank: int) -> list[int]:
     return [int(index) for index in np.unravel_index(rank, matrix.device_mesh.shape)]
 
 
-def same_copy(matrix: nn.Parameter, one: int, other: int) -> bool:
+def same_copy(matrix: nn.Parameter, first: int, second: int) -> bool:
     """Whether two ranks of the group hold shards of the same copy of a matrix."""
-    places = zip(coordinate(matrix, one), coordinate(matrix, other), matrix.placements, strict=True)
-    return all(a == b for a, b, placement in places if placement.is_replicate())
+    coordinates = zip(coordinate(matrix, first), coordinate(matrix, second), matrix.placements, strict=True)
+    return all(a == b for a, b, placement in coordinates if placement.is_replicate())
 
 
-def part_of(matrix: nn.Parameter, place: list[int]) -> tuple[slice, ...]:
-    """Return the rows and columns of a matrix held by the rank at `place` in its mesh."""
-    return tuple(slice(offset, offset + size) for offset, size in zip(*local_box(matrix, place), strict=True))
+def part_of(matrix: nn.Parameter, at: list[int]) -> tuple[slice, ...]:
+    """Return the rows and columns of a matrix held by the rank at `at` in its mesh."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(*local_box(matrix, at), strict=True))
 
 
 def elements_of(part: tuple[slice, ...]) -> int:

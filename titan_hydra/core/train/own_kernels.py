@@ -20,7 +20,7 @@ def kernels_of(job: Job) -> list[str]:
         model = family.part("model")(job.model, job.data.seq_len)
     parts = (part for block in family.blocks(model).values() for part in block.modules())
     kernels = (getattr(part, "sdpa", None) for part in parts)
-    return sorted({type(one).__name__ for one in kernels if one is not None and type(one) is not SDPA})
+    return sorted({type(kernel).__name__ for kernel in kernels if kernel is not None and type(kernel) is not SDPA})
 
 
 if __name__ == "__main__":

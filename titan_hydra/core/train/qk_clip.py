@@ -31,7 +31,7 @@ class Clip:
         }
         self.largest = self.factors = torch.empty(0)
         clipped: Any = family_of(job.model).clipped
-        parameters = {clean_name(name): one for name, one in weights.named_parameters()}
+        parameters = {clean_name(name): weight for name, weight in weights.named_parameters()}
         # of each weight: the index of its layer; the head and the exponent of each of its rows on this rank
         self.places: dict[nn.Parameter, tuple[int, Tensor, Tensor]] = {}
         for layer, name in enumerate(self.measured):
@@ -59,8 +59,8 @@ class Clip:
         """
         self.largest = torch.full((len(self.measured), self.heads), -torch.inf, device=finite.device)
         for own, part in zip(self.largest, self.measured.values(), strict=True):
-            found: Any = part.largest
-            own.narrow(0, self.mesh.coordinate("tp") * len(found), len(found)).copy_(found)
+            largest: Any = part.largest
+            own.narrow(0, self.mesh.coordinate("tp") * len(largest), len(largest)).copy_(largest)
         if self.mesh.stage is not None:
             dist.all_reduce(self.largest, dist.ReduceOp.MAX, group=self.mesh.stage)
         exceeds = finite & (self.largest > self.threshold)
@@ -70,7 +70,9 @@ class Clip:
     def _scale(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.factors.numel():  # no step was measured: torch makes one to create the states of an optimizer
             return
-        for parameter in (one for group in optimizer.param_groups for one in group["params"] if one in self.places):
+        for parameter in (
+            weight for group in optimizer.param_groups for weight in group["params"] if weight in self.places
+        ):
             layer, heads, exponents = self.places[parameter]
             factors = self.factors[layer][heads].pow(exponents).unsqueeze(1)
             set_master(parameter, local_part(master_of(parameter)) * factors)

@@ -39,8 +39,13 @@ class SplitAdamW(torch.optim.AdamW):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             states = [self.state[parameter] for parameter in parameters]
             tensors = [
-                tuple(map(local_part, (one, one.lower_half, gradient_of(one), state["exp_avg"], state["exp_avg_sq"])))
-                for one, state in zip(parameters, states, strict=True)
+                tuple(
+                    map(
+                        local_part,
+                        (weight, weight.lower_half, gradient_of(weight), state["exp_avg"], state["exp_avg_sq"]),
+                    )
+                )
+                for weight, state in zip(parameters, states, strict=True)
             ]
             beta1, beta2 = group["betas"]
             update_split(

@@ -41,11 +41,11 @@ class Scoring(Language):
         """Keep the numbers of a batch's rows in `found`, and return 0 as the sum. `output` has the logits."""
         labels = batch["labels"]
         logits, vocabulary = own_logits(output)
-        rows, places = (labels != IGNORED).nonzero(as_tuple=True)
+        rows, all_positions = (labels != IGNORED).nonzero(as_tuple=True)
         numbers = torch.zeros(len(labels), 2, dtype=torch.float64, device=labels.device)
         # all ranks that split the vocabulary have the same labels, and so make the same number of turns
-        for row, place in zip(rows.split(AT_ONCE), places.split(AT_ONCE), strict=True):
-            some, right = logits[row, place].float(), labels[row, place].unsqueeze(1)
+        for row, positions in zip(rows.split(AT_ONCE), all_positions.split(AT_ONCE), strict=True):
+            some, right = logits[row, positions].float(), labels[row, positions].unsqueeze(1)
             losses = losses_of(some, right, vocabulary, None)
             hits = likeliest(some, vocabulary) == right
             numbers.index_add_(0, row, torch.cat([-losses, hits.float()], dim=1).double())

@@ -108,7 +108,9 @@ def _names_of_groups(mesh: Mesh) -> dict[str, str]:
     """Return the mesh dimension of each process group, by the group's name; `fsdp` stands for dp_shard x cp."""
     names = {}
     if mesh.fsdp is not None:
-        shards, *replicas = reversed([str(mesh.fsdp.get_group(place).group_name) for place in range(mesh.fsdp.ndim)])
+        shards, *replicas = reversed(
+            [str(mesh.fsdp.get_group(dimension).group_name) for dimension in range(mesh.fsdp.ndim)]
+        )
         names = {shards: "fsdp"} | dict.fromkeys(replicas, "dp_replicate")
     dimensions = mesh.world.mesh_dim_names if mesh.world is not None else ()
     if mesh.experts is not None:
@@ -126,8 +128,8 @@ def _name_of_group(leaf: Any) -> str | None:
     return leaf if isinstance(leaf, str) else None
 
 
-def counting(found: list[Counted]) -> Callable[[Trainer, Batch], AbstractContextManager]:
-    """Return a `watch` for `fake_step` that adds to `found` what the step holds and sends. The optimizer creates its
+def counting(counts: list[Counted]) -> Callable[[Trainer, Batch], AbstractContextManager]:
+    """Return a `watch` for `fake_step` that adds to `counts` what the step holds and sends. The optimizer creates its
     state only at the end of this step, but the state is counted from the beginning, as it is in memory during all later
     steps.
     """
@@ -158,7 +160,7 @@ def counting(found: list[Counted]) -> Callable[[Trainer, Batch], AbstractContext
             "optimizer": early_state + late_state,
         }
         peak = max(peaks[0] + late_state, tracker.peak)
-        found.append(Counted(peak, held, dict(tracker.messages), dict(tracker.calls)))
+        counts.append(Counted(peak, held, dict(tracker.messages), dict(tracker.calls)))
 
     return watch
 

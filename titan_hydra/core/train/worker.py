@@ -92,8 +92,8 @@ def run_rank(directory: str, attempt: int, place: Place = ALONE, inline: bool = 
                 signal.signal(number, signal.SIG_IGN)
         status, error = describe(caught)
         if not inline:
-            said = error["traceback"] or f"{error['type']}: {error['message']}"
-            print(f"{LAST_WORDS} {int(status)}\n{said}", file=sys.stderr, flush=True)
+            last_words = error["traceback"] or f"{error['type']}: {error['message']}"
+            print(f"{LAST_WORDS} {int(status)}\n{last_words}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):  # if the disk is full, the launcher learns only the exit status of the process
         record["load"]["end"] = os.getloadavg()[0]
         write_json(record_file, {**record, "ended": time.time(), "exit_status": int(status), "error": error})

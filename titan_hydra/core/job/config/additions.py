@@ -25,8 +25,10 @@ class Word(NamedTuple):
     def functions(self) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
         """Import the place, and return the function that adds the arguments and the one that runs the command."""
         module, _, name = self.place.partition(":")
-        found = importlib.import_module(module)
-        return getattr(found, f"{name}_arguments" if name else "add_arguments"), getattr(found, name or "main")
+        module_object = importlib.import_module(module)
+        return getattr(module_object, f"{name}_arguments" if name else "add_arguments"), getattr(
+            module_object, name or "main"
+        )
 
 
 def words_alone(commands: Iterable[str]) -> list[str]:
@@ -36,7 +38,7 @@ def words_alone(commands: Iterable[str]) -> list[str]:
 
 def verbs_of(word: str, commands: dict[str, Word]) -> dict[str, Word]:
     """Return the verbs of a word; empty if it has none."""
-    return {name.partition(" ")[2]: one for name, one in commands.items() if name.startswith(f"{word} ")}
+    return {name.partition(" ")[2]: verb for name, verb in commands.items() if name.startswith(f"{word} ")}
 
 
 def names_of_additions(wing: str) -> list[str]:

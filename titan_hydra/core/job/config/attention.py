@@ -46,10 +46,10 @@ def kernels(asked: str, call: Call) -> list[str]:
     """Return the kernels that may compute a call, fastest first. `asked` is the value of model.attention. Raises
     ConfigError if no kernel may compute it.
     """
-    found = [kernel for kernel in (KERNELS if asked == "auto" else (asked,)) if refusal(kernel, call) is None]
-    if not found:
+    usable = [kernel for kernel in (KERNELS if asked == "auto" else (asked,)) if refusal(kernel, call) is None]
+    if not usable:
         raise kernel_fault(asked, call).error
-    return found
+    return usable
 
 
 def kernel_fault(asked: str, *calls: Call) -> Fault | None:

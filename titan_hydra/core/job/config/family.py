@@ -95,10 +95,10 @@ class Linear:
         """Return the number of multiplications in this linear on one of `tp` ranks, as a mean over a sample's tokens."""
         return self.tokens * self.inputs * self.outputs / (1 if self.whole else tp)
 
-    def share(self, what: str, tp: int) -> float:
+    def share(self, side: str, tp: int) -> float:
         """Return how many of the `inputs` or `outputs` one of `tp` ranks has."""
-        split = not self.whole and self.column is (what == "outputs")
-        return getattr(self, what) / (tp if split else 1)
+        split = not self.whole and self.column is (side == "outputs")
+        return getattr(self, side) / (tp if split else 1)
 
 
 def decoder_linears(config: Model, width: int | None = None) -> tuple[Linear, ...]:
@@ -141,12 +141,12 @@ def place_in_order(name: str, modules: list[str]) -> int | None:
     """Return the position, in the running order `modules`, of the module to which the parameter or part `name` belongs.
     None if there is no such module.
     """
-    return next((place for place, module in enumerate(modules) if f"{name}.".startswith(f"{module}.")), None)
+    return next((index for index, module in enumerate(modules) if f"{name}.".startswith(f"{module}.")), None)
 
 
 def places_of_blocks(modules: list[str]) -> list[int]:
     """Return the positions of the blocks in the running order."""
-    return [place for place, module in enumerate(modules) if "." in module]
+    return [index for index, module in enumerate(modules) if "." in module]
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,9 @@ def bad_value(key: str, value: Any, reason: str, *legal: Any) -> ConfigError:
     return Fault(key, value, reason, legal).error
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, noun: str) -> str:
     """Return a number with a noun in the right form: 1 rank, 2 ranks."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def as_typed(value: Any) -> str:
@@ -133,8 +133,8 @@ def suggest(word: str, known: Iterable[str]) -> tuple[str, ...]:
 
 def did_you_mean(close: Iterable[str], otherwise: str = "") -> str:
     """Return the end of a message that asks whether one of these words was meant; `otherwise` if the list is empty."""
-    words = " or ".join(close)
-    return f"; did you mean {words}?" if words else otherwise
+    suggestion = " or ".join(close)
+    return f"; did you mean {suggestion}?" if suggestion else otherwise
 
 
 def multiples_around(number: int, step: int) -> tuple[int, ...]:

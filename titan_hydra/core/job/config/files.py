@@ -65,8 +65,8 @@ def expand(pattern: str) -> list[Path]:
     fixed, recursive, _ = str(path.absolute()).partition("/**")
     if (recursive or path.is_dir()) and os.path.normpath(fixed or "/") == "/":
         raise ConfigError("would be every file of this machine")
-    found = _walk(path) if path.is_dir() else map(Path, glob.iglob(str(path), recursive=True))
-    files = list(islice((file for file in found if file.is_file()), MOST_FILES + 1))
+    paths = _walk(path) if path.is_dir() else map(Path, glob.iglob(str(path), recursive=True))
+    files = list(islice((file for file in paths if file.is_file()), MOST_FILES + 1))
     if len(files) > MOST_FILES:
         raise ConfigError(f"names more than {MOST_FILES:,} files")
     return sorted(files)
@@ -79,10 +79,10 @@ def _walk(top: Path) -> Iterator[Path]:
     seen, links = set[str](), [top]
     while links:
         for folder, folders, names in os.walk(links.pop(0)):
-            if (place := os.path.realpath(folder)) in seen:
+            if (real_path := os.path.realpath(folder)) in seen:
                 folders.clear()
                 continue
-            seen.add(place)
+            seen.add(real_path)
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             links += [Path(folder, name) for name in folders if os.path.islink(os.path.join(folder, name))]
             yield from (Path(folder, name) for name in names if not name.startswith("."))

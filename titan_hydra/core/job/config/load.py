@@ -351,13 +351,13 @@ def holder_of(key: str) -> tuple[Any, str]:
 @functools.cache
 def _kind(key: str, sections: Sections) -> tuple[Any, Any, str]:
     kind, entry, holder, rest = Job, None, Job, key
-    for place, part in enumerate(parts := key.split(".")):
+    for index, part in enumerate(parts := key.split(".")):
         if dataclasses.is_dataclass(kind):
             candidates = dict(sections).get(kind, (kind,))
             holder = next((cls for cls in candidates if part in _hints(cls)), None)
             if holder is None:
                 return None, kind, part
-            rest, spec = ".".join(parts[place:]), holder.__dataclass_fields__[part]
+            rest, spec = ".".join(parts[index:]), holder.__dataclass_fields__[part]
             kind, entry = _hints(holder)[part], spec.metadata["entry"]
         elif typing.get_origin(kind) is dict:
             kind, entry = entry or typing.get_args(kind)[1], None

@@ -33,12 +33,12 @@ class Interval:
 
     def __str__(self) -> str:
         low, high = _shown(self.low), _shown(self.high)
-        words = f"{'more than' if self.open_low else 'at least'} {low}"
+        text = f"{'more than' if self.open_low else 'at least'} {low}"
         if self.open_low is self.open_high is False and self.high not in (math.inf, LARGEST):
-            words = f"from {low} to {high}"
+            text = f"from {low} to {high}"
         elif self.high not in (math.inf, LARGEST):
-            words += f" and {'less than' if self.open_high else 'at most'} {high}"
-        return words + "".join(f", or {_shown(value)}" for value in self.also)
+            text += f" and {'less than' if self.open_high else 'at most'} {high}"
+        return text + "".join(f", or {_shown(value)}" for value in self.also)
 
     def objection(self, value: Any) -> str | None:
         """Return why a number is outside the interval; None if it is inside."""

@@ -71,11 +71,13 @@ def _failure(module: str) -> str:
     except (Exception, SystemExit) as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
         last = [*frames[:1], *(frame for frame in frames if not INSTALLED & set(Path(frame.filename).parts))][-1:]
-        place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (last[0].filename, last[0].lineno)
+        file_and_line = (
+            (error.filename, error.lineno) if isinstance(error, SyntaxError) else (last[0].filename, last[0].lineno)
+        )
         advice = "; cells are checked where torch may be missing: name what needs it as 'module:name'" * (
             "torch" in str(error)
         )
-        return f"{module} cannot be imported: {type(error).__name__}: {error} ({place[0]}:{place[1]}){advice}"
+        return f"{module} cannot be imported: {type(error).__name__}: {error} ({file_and_line[0]}:{file_and_line[1]}){advice}"
     return ""
 
 
@@ -84,7 +86,7 @@ def sources(modules: Iterable[str]) -> dict[str, Path]:
     that folder, in alphabetical order.
     """
     importlib.invalidate_caches()
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     waiting: list[tuple[str, tuple[str, Path] | None]] = [(module, None) for module in modules if is_name(module)]
     seen = set(waiting)
     while waiting:
@@ -93,12 +95,12 @@ def sources(modules: Iterable[str]) -> dict[str, Path]:
             if scope and not _belongs(name, root, *scope):
                 break
             path = file.relative_to(root).as_posix()
-            if path not in found:
-                found[path] = file
+            if path not in files:
+                files[path] = file
                 new = {(other, scope or (name.partition(".")[0], root)) for other in _named_in(file, name)} - seen
                 seen |= new
                 waiting += new
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
 def digest(modules: Iterable[str]) -> str:

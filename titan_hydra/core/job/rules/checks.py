@@ -104,11 +104,13 @@ def secrets_stay_out(job: Job) -> Iterator[Fault]:
     """The configuration holds no secret, because every run directory and report shows the configuration. Ranks get
     secrets from the launcher's environment, which they inherit.
     """
-    for key, what in redact.found(to_dict(job), dict(os.environ)):  # a copy of the environment, made once for all texts
+    for key, secret in redact.found(
+        to_dict(job), dict(os.environ)
+    ):  # a copy of the environment, made once for all texts
         yield Fault(
             key,
             "...",
-            f"{what}, and would be written to the run directory; export it in the shell that runs launch.py, or "
+            f"{secret}, and would be written to the run directory; export it in the shell that runs launch.py, or "
             "`source` a file in cluster.setup",
         )
 

@@ -114,5 +114,5 @@ RULES = [
 
 def executors_warn(job: Job) -> Iterator[Fault]:
     """Yield the warnings of the job's executor. They are no faults."""
-    if found := resolve(EXECUTORS[job.cluster.executor].warnings):
-        yield from found(job)
+    if warnings := resolve(EXECUTORS[job.cluster.executor].warnings):
+        yield from warnings(job)

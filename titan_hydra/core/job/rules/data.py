@@ -88,21 +88,21 @@ def _faults_of_files(key: str, path: str, suffixes: tuple[str, ...], most_missin
     are empty, or more than `most_missing` of a numbered set are missing.
     """
     try:
-        found = expand(path)
+        files = expand(path)
     except (ConfigError, OSError) as error:
         yield Fault(key, path, str(getattr(error, "strerror", error)))
         return
-    usable = data_files(path, found, suffixes)
-    if not found:
+    usable = data_files(path, files, suffixes)
+    if not files:
         if home(path).is_dir():
             yield Fault(key, path, "no file in it", ())
         else:
             yield Fault(key, path, "no such file", similar(path))
     elif not usable:
-        yield Fault(key, path, unread(found[0], suffixes))
+        yield Fault(key, path, unread(files[0], suffixes))
     elif not any(file.stat().st_size for file in usable):
         yield Fault(key, path, "the file is empty" if len(usable) == 1 else "all files are empty")
-    elif len(gone := missing(path, found)) > most_missing:
+    elif len(gone := missing(path, files)) > most_missing:
         yield Fault(
             key,
             path,

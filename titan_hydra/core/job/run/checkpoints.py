@@ -138,8 +138,8 @@ def surplus(folder: Path, keep_latest: int, keep_every: int, keep_best: bool = F
     multiples of `keep_every` and, with `keep_best`, the step with the lowest held-out loss.
     """
     old = complete(folder)[:-keep_latest] if keep_latest else []
-    kept = best(folder) if keep_best and old else None
-    return [path for path in old if path != kept and not (keep_every and step_of(path) % keep_every == 0)]
+    best_step = best(folder) if keep_best and old else None
+    return [path for path in old if path != best_step and not (keep_every and step_of(path) % keep_every == 0)]
 
 
 def asked_for(run: Path, step: str | None) -> Path:
@@ -155,19 +155,19 @@ def asked_for(run: Path, step: str | None) -> Path:
     there = {str(step_of(path)): path for path in complete(folder)}
     if step in there:
         return there[step]
-    found = best(folder)
+    best_step = best(folder)
     if step != "best":
-        legal = (*there, "best") if found else tuple(there)
+        legal = (*there, "best") if best_step else tuple(there)
         raise bad_value("--step", step, f"{run.name} has no such checkpoint", *legal)
     loss, lowest = lowest_held_out(run)
-    if found is None or held_out_loss(found) > (inf if loss is None else loss):
+    if best_step is None or held_out_loss(best_step) > (inf if loss is None else loss):
         reason = (
             "no held-out loss was measured"
             if loss is None
             else f"the lowest held-out loss, {loss:.4f} of step {lowest}, is not kept"
         )
         raise bad_value("--step", step, f"{reason}; checkpoint.keep_best=true keeps it", *tuple(there))
-    return found
+    return best_step
 
 
 def lowest_held_out(run: Path) -> tuple[float | None, int | None]:
@@ -227,20 +227,20 @@ def is_hf(source: Path) -> bool:
     return any(source.glob("*.safetensors"))
 
 
-def complete_at(place: Path) -> Path | None:
-    """Return `place` if it is a complete checkpoint; if it is a run or a checkpoints folder, return its newest step.
+def complete_at(folder: Path) -> Path | None:
+    """Return `folder` if it is a complete checkpoint; if it is a run or a checkpoints folder, return its newest step.
     None if the folder holds no step.
     """
-    return place if (place / ".metadata").is_file() else newest(layout.CHECKPOINTS.of(place)) or newest(place)
+    return folder if (folder / ".metadata").is_file() else newest(layout.CHECKPOINTS.of(folder)) or newest(folder)
 
 
 def find_weights(path: str) -> Path:
     """Return the folder that checkpoint.initial_load_path names now: `path` itself or, if it is a run, its newest step."""
     source = home(path).absolute()
-    found = source if is_hf(source) else complete_at(source)
-    if found is None:
+    folder = source if is_hf(source) else complete_at(source)
+    if folder is None:
         raise ConfigError(f"checkpoint.initial_load_path={path}: no checkpoint, no run with one, and no *.safetensors")
-    return found
+    return folder
 
 
 def find_checkpoint(source: Path) -> Path:
@@ -249,12 +249,12 @@ def find_checkpoint(source: Path) -> Path:
     """
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
-    found = complete_at(source)
-    if found is None:
+    checkpoint = complete_at(source)
+    if checkpoint is None:
         raise ConfigError(
             f"{source}: not a complete checkpoint (it has no .metadata), and no run with one in checkpoints/step-*"
         )
-    return found
+    return checkpoint
 
 
 def as_started(config_file: Path, path: str) -> str:

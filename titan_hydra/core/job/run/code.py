@@ -56,12 +56,14 @@ def code_here(user: dict[str, Path]) -> dict[str, Path]:
 
 def code_in(folder: Path) -> dict[str, Path]:
     """Return the regular files and the links in a folder, by name. Hidden files and compiled Python files are left out."""
-    found = []
+    names_found = []
     for path, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__" and not name.startswith(".")]
         links = [name for name in folders if (Path(path) / name).is_symlink()]
-        found += [os.path.relpath(os.path.join(path, name), folder) for name in [*names, *links] if name[0] != "."]
-    files = {name: folder / name for name in found}
+        names_found += [
+            os.path.relpath(os.path.join(path, name), folder) for name in [*names, *links] if name[0] != "."
+        ]
+    files = {name: folder / name for name in names_found}
     return {name: file for name, file in files.items() if _kept(file)}
 
 
@@ -103,11 +105,11 @@ def _shortened(diff: bytes) -> str:
     """Return a diff as text without secrets. Of a diff over MOST_DIFF, only its beginning, its digest and the names of its
     files are kept.
     """
-    kept = diff if len(diff) <= MOST_DIFF else diff[: diff.rfind(b"\n", 0, MOST_DIFF)]
-    text = redact(ESCAPES.sub("", kept.decode(errors="replace")).strip(), code=True)
-    if kept is diff:
+    beginning = diff if len(diff) <= MOST_DIFF else diff[: diff.rfind(b"\n", 0, MOST_DIFF)]
+    text = redact(ESCAPES.sub("", beginning.decode(errors="replace")).strip(), code=True)
+    if beginning is diff:
         return text
-    files = re.findall(rb"^diff --git a/(.+) b/", diff[len(kept) :], re.M)
+    files = re.findall(rb"^diff --git a/(.+) b/", diff[len(beginning) :], re.M)
     names = "\n".join(f"diff --git a/{name.decode(errors='replace')}" for name in files[:MOST_UNTRACKED])
     return (
         f"{text}\n[{len(diff):,} bytes, sha256 {hashlib.sha256(diff).hexdigest()}; what follows is left out]\n{names}"
@@ -122,7 +124,7 @@ def _git(*arguments: str) -> bytes | None:
     if not (ROOT / ".git").exists():
         return None
     settings = ("color.ui=false", "core.quotePath=true")
-    command = ["git", "-C", str(ROOT), *(word for one in settings for word in ("-c", one)), *arguments]
+    command = ["git", "-C", str(ROOT), *(word for setting in settings for word in ("-c", setting)), *arguments]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         return subprocess.run(command, capture_output=True, check=True, timeout=30, env=variables).stdout
@@ -203,8 +205,8 @@ def versions() -> dict[str, str]:
     """Return the versions of the installed packages that affect results or speed. Do not change the result, as it is
     cached.
     """
-    found = {"python": platform.python_version(), "titan_hydra": __version__}
+    by_package = {"python": platform.python_version(), "titan_hydra": __version__}
     for package in ("torch", "torchao", "triton", "numpy", "tiktoken", "datasets"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            by_package[package] = metadata.version(package)
+    return by_package

@@ -194,14 +194,14 @@ class Ended:
         ]
 
     @classmethod
-    def of(cls, attempt: Path, rank: int, said: dict[str, Any], seen: dict[str, Any]) -> Ended:
-        error = said.get("error")
-        if said.get("exit_status") in STOPPED:
+    def of(cls, attempt: Path, rank: int, recorded: dict[str, Any], seen: dict[str, Any]) -> Ended:
+        error = recorded.get("error")
+        if recorded.get("exit_status") in STOPPED:
             error = None
-        status = said.get("exit_status", seen.get("exit_status"))
+        status = recorded.get("exit_status", seen.get("exit_status"))
         time, host = (
             error["time"] if error else seen.get("ended", 0.0),
-            (error or {}).get("host") or said.get("host") or seen.get("host"),
+            (error or {}).get("host") or recorded.get("host") or seen.get("host"),
         )
         return cls(
             attempt,
@@ -211,7 +211,7 @@ class Ended:
             time,
             bool(seen.get("killed")),
             seen.get("order", 0),
-            "exit_status" in said,
+            "exit_status" in recorded,
             host,
         )
 
@@ -229,12 +229,12 @@ class Ended:
 
     def _recorded(self) -> tuple[int, str, str, Path | None]:
         """Return the status, line, detail and log of the failure of a rank that recorded its error."""
-        words, trace = self.error["message"], self.error["traceback"]
+        message, trace = self.error["message"], self.error["traceback"]
         if self.status == Exit.OUT_OF_MEMORY and "step" in self.error:
             return self.status, _out_of_memory(self.rank, self.error), _tail(trace), self.log
         if not trace:
-            return self.status, f"rank {self.rank}: {words}", "", None
-        return self.status, f"rank {self.rank}: {self.error['type']}: {_first_line(words)}", _tail(trace), self.log
+            return self.status, f"rank {self.rank}: {message}", "", None
+        return self.status, f"rank {self.rank}: {self.error['type']}: {_first_line(message)}", _tail(trace), self.log
 
     def _without_record(self) -> tuple[int, str, str, Path]:
         """Return the status, line, detail and log of the failure of a rank that ended without recording an error."""

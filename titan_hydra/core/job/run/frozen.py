@@ -35,11 +35,11 @@ def load_job(directory: Path) -> Job:
     first = layout.FIRST_CONFIG.read(directory)
     if first:
         frozen_job(first, layout.FIRST_CONFIG.of(directory), directory)
-    found = _hash_of_content(content, first)
-    if found != expected:
-        file, found = _changed_file(directory, content, found, expected)
+    actual = _hash_of_content(content, first)
+    if actual != expected:
+        file, actual = _changed_file(directory, content, actual, expected)
         raise ConfigError(
-            f"{file}: its hash is {found}, and the directory's is {expected}: it was changed after it was submitted, or "
+            f"{file}: its hash is {actual}, and the directory's is {expected}: it was changed after it was submitted, or "
             "another version of titan_hydra has written it; the command line that started the run writes it anew"
         )
     return job
@@ -88,17 +88,17 @@ def _advice(content: dict[str, Any], faults: list[Fault], directory: Path) -> st
     )
 
 
-def _changed_file(directory: Path, content: dict[str, Any], found: str, expected: str) -> tuple[Path, str]:
+def _changed_file(directory: Path, content: dict[str, Any], actual: str, expected: str) -> tuple[Path, str]:
     """Return which of a run's configurations has a wrong hash, and that hash: the first attempt's, one of the layouts of
     an elastic run, from which its batch script has copied config.json, or config.json itself.
     """
     first = layout.FIRST_CONFIG.of(directory)
     if first.exists() and (own := _hash_of_content(layout.FIRST_CONFIG.read(directory))) != expected:
         return first, own
-    for number, one in layout.LAYOUT.read_all(directory).items():
-        if one == content:
-            return layout.LAYOUT.of(directory, number), found
-    return layout.CONFIG.of(directory), found
+    for number, config in layout.LAYOUT.read_all(directory).items():
+        if config == content:
+            return layout.LAYOUT.of(directory, number), actual
+    return layout.CONFIG.of(directory), actual
 
 
 def _hash_of_content(content: dict[str, Any], first: dict[str, Any] | None = None) -> str:

@@ -47,14 +47,16 @@ class Dump:
     def __init__(self, content: dict[str, Any], until: float) -> None:
         self.content, self.rank, groups = content, content["rank"], content["groups"]
         both = [*content["collectives"], *({**message, "sizes": [message["size"]]} for message in content["messages"])]
-        recorded = [{**one, **groups[one["group"]]} for one in both if one["group"] in groups]
-        recorded.sort(key=lambda one: one["time"])
-        self.operations = [one for one in recorded if one["time"] <= until]
+        recorded = [{**operation, **groups[operation["group"]]} for operation in both if operation["group"] in groups]
+        recorded.sort(key=lambda operation: operation["time"])
+        self.operations = [operation for operation in recorded if operation["time"] <= until]
         self.later = recorded[len(self.operations) :]
 
     def last(self, key: Series) -> int:
         """Return the number of the last operation that this rank has begun in a series; 0 if it has begun none."""
-        return max((one["seq"] for one in self.operations if series(self.rank, one) == key), default=0)
+        return max(
+            (operation["seq"] for operation in self.operations if series(self.rank, operation) == key), default=0
+        )
 
     @property
     def blocked(self) -> bool:
@@ -71,32 +73,41 @@ class Dump:
         began = dict(map(tuple[Any, ...], self.content["steps"]))
         if step not in began or not self.operations or self.operations[0]["time"] > began[step]:
             return []
-        return [one for one in self.operations if began[step] <= one["time"] < began.get(step + 1, math.inf)]
+        return [
+            operation
+            for operation in self.operations
+            if began[step] <= operation["time"] < began.get(step + 1, math.inf)
+        ]
 
     def left_out(self) -> Operation | None:
         """Compare the operations of this step with those of the previous step, in order. Return the previous step's
         operation at the first difference; None if there is no difference.
         """
         step = self.content["step"]
-        before, now = ([one for one in self.in_step(number) if one["mesh"] != OTHER] for number in (step - 1, step))
+        before, now = (
+            [operation for operation in self.in_step(number) if operation["mesh"] != OTHER]
+            for number in (step - 1, step)
+        )
         for usual, done in zip(before, now, strict=False):
             if signature(usual) != signature(done):
                 return usual
         return None
 
 
-def series(rank: int, one: Operation) -> Series:
+def series(rank: int, operation: Operation) -> Series:
     """Return a key of the series of operations that share one numbering. For a collective it consists of the group and
     the back end (a group on GPUs has both NCCL and gloo), for a message of the sender and the receiver.
     """
-    if "peer" in one:
-        return ("message", rank, one["peer"]) if one["op"] == "send" else ("message", one["peer"], rank)
-    return (one["mesh"], tuple(one["ranks"]), one.get("backend"))
+    if "peer" in operation:
+        return (
+            ("message", rank, operation["peer"]) if operation["op"] == "send" else ("message", operation["peer"], rank)
+        )
+    return (operation["mesh"], tuple(operation["ranks"]), operation.get("backend"))
 
 
-def signature(one: Operation) -> tuple[Any, ...]:
+def signature(operation: Operation) -> tuple[Any, ...]:
     """Return a key that is equal if two steps execute the same operation."""
-    return (one["mesh"], one["op"], str(one["sizes"]), one.get("peer"))
+    return (operation["mesh"], operation["op"], str(operation["sizes"]), operation.get("peer"))
 
 
 @dataclass(frozen=True)
@@ -111,15 +122,15 @@ class Verdict:
 
 def verdict(attempt: Path) -> Verdict | None:
     """Determine which rank blocked all others in an attempt. None if no rank has left a dump."""
-    found = list(filter(None, layout.FLIGHT.read_all(attempt).values()))
-    if not found:
+    contents = list(filter(None, layout.FLIGHT.read_all(attempt).values()))
+    if not contents:
         return None
-    newest = max(found, key=lambda content: content["time"])
+    newest = max(contents, key=lambda content: content["time"])
     # A much older dump does not belong to this hang: a user requested the dump earlier, or the replica group has
     # restarted since.
     since = newest["time"] - 2 * newest["timeout"]
     until = given_up(attempt)
-    dumps = {content["rank"]: Dump(content, until) for content in found if content["time"] > since}
+    dumps = {content["rank"]: Dump(content, until) for content in contents if content["time"] > since}
     waits = waits_of(dumps)
     skipped = {rank: usual for rank, dump in dumps.items() if (usual := dump.left_out())}
     if len(skipped) == 1 and waits:
@@ -149,19 +160,19 @@ def waits_of(dumps: dict[int, Dump]) -> list[Wait]:
     contains the first operation that the awaited rank has not begun or, if that rank left no dump, the last operation
     of the waiting rank.
     """
-    found: dict[tuple[int, int, Series], Wait] = {}
+    waits: dict[tuple[int, int, Series], Wait] = {}
     for dump in dumps.values():
-        for one in dump.operations:
-            if one["op"] == "send" and one["done"]:  # a send may be done before the other rank has begun to receive
+        for entry in dump.operations:
+            if entry["op"] == "send" and entry["done"]:  # a send may be done before the other rank has begun to receive
                 continue
-            key = series(dump.rank, one)
-            for other in [one["peer"]] if "peer" in one else one["ranks"]:
-                if other == dump.rank or (other in dumps and dumps[other].last(key) >= one["seq"]):
+            key = series(dump.rank, entry)
+            for other in [entry["peer"]] if "peer" in entry else entry["ranks"]:
+                if other == dump.rank or (other in dumps and dumps[other].last(key) >= entry["seq"]):
                     continue
-                known = found.get((dump.rank, other, key))
-                if known is None or (one["seq"] < known.operation["seq"]) == (other in dumps):
-                    found[dump.rank, other, key] = Wait(dump.rank, other, one)
-    return list(found.values())
+                known = waits.get((dump.rank, other, key))
+                if known is None or (entry["seq"] < known.operation["seq"]) == (other in dumps):
+                    waits[dump.rank, other, key] = Wait(dump.rank, other, entry)
+    return list(waits.values())
 
 
 def _described(attempt: Path, dumps: dict[int, Dump], waits: list[Wait], wait: Wait, left_out: bool) -> Verdict:
@@ -219,14 +230,14 @@ def undecided(dumps: dict[int, Dump], waits: list[Wait]) -> Verdict:
     return Verdict(None, None, line, text)
 
 
-def what(one: Operation) -> str:
+def what(operation: Operation) -> str:
     """Format an operation's name, number and sizes."""
-    way = {"send": " to", "recv": " from"}.get(one["op"], "")
-    peer = f"{way} rank {one['peer']}" if "peer" in one else ""
-    return f"{one['op']}{peer} number {one['seq']} {' '.join(map(str, one['sizes']))}"
+    preposition = {"send": " to", "recv": " from"}.get(operation["op"], "")
+    peer = f"{preposition} rank {operation['peer']}" if "peer" in operation else ""
+    return f"{operation['op']}{peer} number {operation['seq']} {' '.join(map(str, operation['sizes']))}"
 
 
-def site(one: Operation) -> str:
+def site(operation: Operation) -> str:
     """Return the innermost line of an operation's stack outside torch; if all lines are in torch, the outermost line."""
-    frames = one.get("stack") or ["a line that is not recorded"]
+    frames = operation.get("stack") or ["a line that is not recorded"]
     return next((frame for frame in frames if "/torch/" not in frame), frames[-1])

@@ -44,11 +44,11 @@ class Entry:
         most six digits, such as 1.bak, are left out: readers count up to the largest number.
         """
         pattern = re.compile(re.sub("<.+>", "(0|[1-9][0-9]{0,5})", self.name.rstrip("/")))
-        found = {
+        paths = {
             path.relative_to(folder).as_posix(): path
             for path in folder.glob(re.sub("<.+>", "*", self.name.rstrip("/")))
         }
-        return dict(sorted((int(match[1]), path) for name, path in found.items() if (match := pattern.fullmatch(name))))
+        return dict(sorted((int(match[1]), path) for name, path in paths.items() if (match := pattern.fullmatch(name))))
 
     @cached_property
     def intact(self) -> Test:
@@ -136,10 +136,10 @@ def with_sum(row: dict[str, Any]) -> bytes:
 
 def right_sum(line: bytes) -> bool:
     """Whether the row in a line has the checksum that it names. Rows of earlier versions name none."""
-    found = re.search(f', "{CHECKSUM}": "([0-9a-f]{{8}})"}}\\s*$'.encode(), line)
-    if found is None:
+    checksum = re.search(f', "{CHECKSUM}": "([0-9a-f]{{8}})"}}\\s*$'.encode(), line)
+    if checksum is None:
         return f'"{CHECKSUM}"'.encode() not in line
-    return int(found[1], 16) == zlib.crc32(line[: found.start()] + b"}")
+    return int(checksum[1], 16) == zlib.crc32(line[: checksum.start()] + b"}")
 
 
 def last_lines(path: Path, count: int = 30, limit: int = 65536) -> str:

@@ -46,7 +46,7 @@ def slow_rank(rows: Iterable[dict[str, Any]]) -> SlowRank | None:
     ((rank, count),) = Counter(rank for rank, _ in ratios).most_common(1) or [(0, 0)]
     if count < MOST * len(known):
         return None
-    return SlowRank(int(rank), median(ratio for one, ratio in ratios if one == rank), count, len(known))
+    return SlowRank(int(rank), median(ratio for of_rank, ratio in ratios if of_rank == rank), count, len(known))
 
 
 def straggler_line(slow: SlowRank, attempt: Path) -> str:

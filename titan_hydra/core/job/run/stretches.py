@@ -61,20 +61,20 @@ def stretches_of(directory: Path) -> list[Stretch]:
     for event in events:
         while merged and merged[-1][2] >= event["step"]:  # the steps of the earlier stretch were lost
             merged.pop()
-        words = layout_in_words(event)
-        if not merged or merged[-1][0] != words:
-            merged.append((words, event["gpus"], event["step"]))
+        degrees = layout_in_words(event)
+        if not merged or merged[-1][0] != degrees:
+            merged.append((degrees, event["gpus"], event["step"]))
     ends = [*(before for _, _, before in merged[1:]), last][: len(merged)]
-    found = []
-    for (words, gpus, before), end in zip(merged, ends, strict=True):
+    stretches = []
+    for (degrees, gpus, before), end in zip(merged, ends, strict=True):
         rates = [
             row["tokens_per_second"]
             for row in rows
             if before < row["step"] <= end and row.get("tokens_per_second") and not row.get("first_step")
         ]
         if end > before:
-            found.append(Stretch(words, gpus, before + 1, end, median(rates) if rates else None))
-    return found
+            stretches.append(Stretch(degrees, gpus, before + 1, end, median(rates) if rates else None))
+    return stretches
 
 
 def _first_layout(first: dict[str, Any]) -> list[dict[str, Any]]:

@@ -158,11 +158,11 @@ class DeepSeekFormat(HuggingFace):
 
     def parts(self, fqn: str, tensor: Tensor) -> dict[str, Tensor]:
         """Return the tensors that are written for `fqn`, by name, with the copies of embedding and head."""
-        found = super().parts(fqn, tensor)
+        tensors = super().parts(fqn, tensor)
         for name, source in (("embed_tokens", "tok_embeddings.weight"), ("shared_head.head", self.head)):
             if fqn == source:
-                found |= {f"model.layers.{number}.{name}.weight": tensor.clone() for number in self.further}
-        return found
+                tensors |= {f"model.layers.{number}.{name}.weight": tensor.clone() for number in self.further}
+        return tensors
 
 
 HF = DeepSeekFormat("deepseek_v3", NAMES, to_config, from_config)

@@ -30,7 +30,7 @@ def needs_hardware(
     precision: Precision,
     device: torch.device,
     first: tuple[int, int],
-    what: str,
+    layers: str,
     cards: str,
     nearest: str,
     before: tuple[int, int] | None = None,
@@ -43,7 +43,7 @@ def needs_hardware(
         runs_on = "the CPU" if here is None else f"a GPU of capability {here[0]}.{here[1]}"
         end = f" and before {before[0]}.{before[1]}" if before else ""
         raise ConfigError(
-            f"precision={precision.name}: {what} matmuls need a GPU of capability {first[0]}.{first[1]} or later{end} "
+            f"precision={precision.name}: {layers} matmuls need a GPU of capability {first[0]}.{first[1]} or later{end} "
             f"({cards}), and this rank runs on {runs_on}; nearest legal: {nearest}"
         )
 

@@ -94,10 +94,10 @@ def fragment_of(name: str, modules: list[str], fragments: int) -> int:
     them to the last.
     """
     blocks = places_of_blocks(modules)
-    place = place_in_order(name, modules)
-    if place is None or place > blocks[-1]:
+    index = place_in_order(name, modules)
+    if index is None or index > blocks[-1]:
         return fragments - 1
-    return max(place - blocks[0], 0) * fragments // len(blocks)
+    return max(index - blocks[0], 0) * fragments // len(blocks)
 
 
 def due(step: int, last_step: int, config: FaultTolerance) -> list[int]:

@@ -219,17 +219,17 @@ class PerStep(Groups):
     def take(self, received: list[Tensor]) -> None:
         """Replace this group's state by the received shards."""
         optimizers: dict[str, Any] = state.of_optimizers(self.model, self.optimizers)
-        for mine, got in zip(shards(state.weights(self.model) | optimizers), received, strict=True):
-            mine.copy_(got)
+        for mine, theirs in zip(shards(state.weights(self.model) | optimizers), received, strict=True):
+            mine.copy_(theirs)
         state.into_optimizers(self.model, self.optimizers, optimizers)
 
     # --- communication within the group -------------------------------------------------------------------------------
 
     def _any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        said = torch.tensor([int(flag)])
-        dist.all_reduce(said, dist.ReduceOp.MAX)
-        return bool(said)
+        largest = torch.tensor([int(flag)])
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return bool(largest)
 
     def _agree(self, step: int) -> None:
         """Find a quorum. If another group is ahead, all ranks of this group take its state, or none does."""

@@ -135,12 +135,12 @@ class Board:
         """
         self.become(self.phase, position)
         while True:
-            place = self.folder / str(self.number)
-            if not place.exists():
+            meeting_folder = self.folder / str(self.number)
+            if not meeting_folder.exists():
                 # if this group was suspended, old meetings may have been deleted
                 self.number = max([self.number, *self._numbers()])
-                place = self.folder / str(self.number)
-            if (closed := read_json(place / "members.json")) is not None:
+                meeting_folder = self.folder / str(self.number)
+            if (closed := read_json(meeting_folder / "members.json")) is not None:
                 meeting = Meeting(
                     self.number,
                     {int(group): life for group, life in closed["members"].items()},
@@ -152,39 +152,39 @@ class Board:
                 if meeting.members.get(self.group) == self.life:
                     return meeting
                 continue  # the meeting was closed without this group
-            present = place / f"present_{self.group}.json"
+            present = meeting_folder / f"present_{self.group}.json"
             if stop():
                 present.unlink(missing_ok=True)
                 return None
             if (read_json(present) or {}).get("life") != self.life:
-                place.mkdir(exist_ok=True)
+                meeting_folder.mkdir(exist_ok=True)
                 write_text(
                     present,
                     json.dumps({"life": self.life, "position": position, "address": self.address}),
                     durable=False,
                 )
-            self._close_if_all_are_there(place)
+            self._close_if_all_are_there(meeting_folder)
             time.sleep(POLL)
 
-    def _close_if_all_are_there(self, place: Path) -> None:
+    def _close_if_all_are_there(self, meeting_folder: Path) -> None:
         """Close the meeting if all live groups have arrived. A group that is behind also waits for groups that are
         still starting; other groups do not.
         """
         here = {}
         for group, phase in self.phases().items():
-            said = read_json(place / f"present_{group}.json")
-            if said is not None and said["life"] == self.hearts[group][0]["life"]:
-                here[group] = said
+            arrival = read_json(meeting_folder / f"present_{group}.json")
+            if arrival is not None and arrival["life"] == self.hearts[group][0]["life"]:
+                here[group] = arrival
             elif phase == "training" or (phase == "starting" and self.phase == "joining"):
                 return
         if self.group not in here:
             return
-        newest = max(said["position"] for said in here.values())
-        donors = [group for group, said in here.items() if said["position"] == newest]
+        newest = max(arrival["position"] for arrival in here.values())
+        donors = [group for group, arrival in here.items() if arrival["position"] == newest]
         once(
-            place / "members.json",
+            meeting_folder / "members.json",
             {
-                "members": {group: said["life"] for group, said in here.items()},
+                "members": {group: arrival["life"] for group, arrival in here.items()},
                 "donors": donors,
                 "step": newest[1],
                 "address": here[donors[0]]["address"],
@@ -195,27 +195,29 @@ class Board:
         """Publish whether the exchange succeeded in this group, and return the outcome once all members have published
         theirs. A meeting counts if the exchange succeeded for every member.
         """
-        place = self.folder / str(meeting.number)
-        if not place.exists():
+        meeting_folder = self.folder / str(meeting.number)
+        if not meeting_folder.exists():
             return False  # this group was suspended; meanwhile, the other groups have continued and deleted the folder
-        write_text(place / f"done_{self.group}.json", json.dumps({"well": went_well}), durable=False)
-        while (outcome := read_json(place / "outcome.json")) is None:
-            done = {group: read_json(place / f"done_{group}.json") for group in meeting.members}
+        write_text(meeting_folder / f"done_{self.group}.json", json.dumps({"well": went_well}), durable=False)
+        while (outcome := read_json(meeting_folder / "outcome.json")) is None:
+            done = {group: read_json(meeting_folder / f"done_{group}.json") for group in meeting.members}
             lost = [
                 group
                 for group, life in meeting.members.items()
                 if done[group] is None and not (self.alive(group) and self.hearts[group][0]["life"] == life)
             ]
-            failed = lost or not all(said["well"] for said in done.values() if said)
+            failed = lost or not all(report["well"] for report in done.values() if report)
             if failed or None not in done.values():
-                once(place / "outcome.json", {"counts": not failed, "step": meeting.step})
+                once(meeting_folder / "outcome.json", {"counts": not failed, "step": meeting.step})
             time.sleep(POLL / 5)
         if self.group == meeting.donors[0]:
             shutil.rmtree(self.folder / str(meeting.number - KEPT), ignore_errors=True)
         return outcome["counts"]
 
     def _numbers(self) -> list[int]:
-        return [int(place.name) for place in self.folder.glob("[0-9]*") if place.name.isdecimal()]
+        return [
+            int(meeting_folder.name) for meeting_folder in self.folder.glob("[0-9]*") if meeting_folder.name.isdecimal()
+        ]
 
 
 def once(path: Path, content: dict) -> None:

@@ -216,9 +216,9 @@ class Replicas(Groups):
 
     def _all(self, well: bool) -> bool:
         """Whether the flag `well` is set on all ranks."""
-        said = torch.tensor([int(well)])
-        dist.all_reduce(said, dist.ReduceOp.MIN, group=self.group)
-        return bool(said)
+        smallest = torch.tensor([int(well)])
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self.group)
+        return bool(smallest)
 
     def close(self) -> None:
         """Leave the other groups."""

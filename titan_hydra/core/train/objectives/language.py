@@ -105,9 +105,9 @@ def packed(documents: np.ndarray) -> dict[str, np.ndarray]:
     """Return the documents [n, seq] of samples, the position of each token in its document, and the position at which
     each document ends.
     """
-    place = np.arange(documents.shape[1])
+    positions_in_row = np.arange(documents.shape[1])
     begins = np.diff(documents, axis=1, prepend=documents[:, :1]) != 0
-    positions = place - np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+    positions = positions_in_row - np.maximum.accumulate(np.where(begins, positions_in_row, 0), axis=1)
     return {"documents": documents, "positions": positions, "ends": ends_of(documents)}
 
 
@@ -125,8 +125,8 @@ def ends_of(documents: np.ndarray) -> np.ndarray:
     most = int(number.max())
     step = min(1 << (most - 1).bit_length(), 16)
     ends = np.full((len(documents), -(-most // step) * step), documents.shape[1], np.int32)
-    row, place = last.nonzero()
-    ends[row, number[row, place] - 1] = place + 1
+    row, position = last.nonzero()
+    ends[row, number[row, position] - 1] = position + 1
     return ends
 
 

@@ -124,7 +124,7 @@ def groups_of_rank(mesh: Mesh | None) -> dict[str, dict]:
     """Return this rank's process groups by name, each with its mesh dimension and its ranks. (The group of a dimension
     that spans all ranks is the default group.)
     """
-    found = {
+    groups = {
         group.group_name: {
             "mesh": group.group_desc.removeprefix("mesh_"),
             "ranks": sorted(process_groups.pg_group_ranks[group]),
@@ -134,8 +134,8 @@ def groups_of_rank(mesh: Mesh | None) -> dict[str, dict]:
     for name in mesh.world.mesh_dim_names if mesh is not None and mesh.world is not None else ():
         group = mesh.world.get_group(name)
         if group.size() > 1:
-            found[group.group_name]["mesh"] = name
-    return found
+            groups[group.group_name]["mesh"] = name
+    return groups
 
 
 def collectives() -> list[dict]:
@@ -179,13 +179,13 @@ def stacks_of_threads(error: BaseException | None) -> dict[str, list[str]]:
     of the main thread is the stack that raised the error.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = {
+    stacks = {
         names.get(ident, str(ident)): _formatted(traceback.walk_stack(top))[::-1]
         for ident, top in sys._current_frames().items()
     }
     if error is not None:
-        found["MainThread"] = _formatted(traceback.walk_tb(error.__traceback__))
-    return found
+        stacks["MainThread"] = _formatted(traceback.walk_tb(error.__traceback__))
+    return stacks
 
 
 def _formatted(frames: Iterable[tuple[FrameType, int]]) -> list[str]:

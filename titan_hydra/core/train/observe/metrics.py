@@ -227,7 +227,7 @@ class Metrics:
         if times and isinstance(self.clock.own, OnDevice):
             times = without_waits(times, self.peers, seconds)
         row |= slowest(times, self.peers if times else []) | dict(
-            field for one in more if one for field in one.read().items()
+            field for measured in more if measured for field in measured.read().items()
         )
         row |= self._means()
         if self.job.debug.balance_experts:
@@ -411,16 +411,16 @@ def truncate(path: Path, last_step: int) -> None:
     """
     if not path.exists():
         return
-    kept, garbage = [], 0
+    rows, garbage = [], 0
     *lines, _ = path.read_bytes().split(b"\n")
     for line in lines:
         try:
             if not layout.right_sum(line):
                 garbage += 1
             elif json.loads(line)["step"] <= last_step:
-                kept.append(line.decode() + "\n")
+                rows.append(line.decode() + "\n")
         except (ValueError, TypeError, KeyError):
             garbage += 1
     if garbage:
         print(f"WARNING: {path}: {counted(garbage, 'line')} left out that cannot be read", flush=True)
-    write_text(path, "".join(kept))
+    write_text(path, "".join(rows))

@@ -76,9 +76,9 @@ class Probes:
         for name, parameter in self.weights.named_parameters():
             if parameter.grad is not None:
                 self.observe("gradient", "", name, parameter.grad)
-        observations, found = list(self.seen), torch.stack(list(self.seen.values())).tolist()
+        observations, marks_seen = list(self.seen), torch.stack(list(self.seen.values())).tolist()
         if self.file:
-            for index, (seen, (norm, high, low)) in enumerate(zip(observations, found, strict=True)):
+            for index, (seen, (norm, high, low)) in enumerate(zip(observations, marks_seen, strict=True)):
                 row = {"step": step, "pass": seen.when, "what": seen.what, "module": seen.name, "call": seen.call}
                 row |= {"norm": norm if math.isfinite(norm) else str(norm), "hash": f"{int(high):08x}{int(low):08x}"}
                 self.file.write(json.dumps(row | {"order": place_in_time(seen, index, self.modules)}) + "\n")
@@ -87,7 +87,7 @@ class Probes:
         gradients = {name: parameter.grad for name, parameter in self.weights.named_parameters()}
         self.bad = {
             seen: not_finite_part(gradients.get(seen.name))
-            for seen, values in zip(observations, found, strict=True)
+            for seen, values in zip(observations, marks_seen, strict=True)
             if not math.isfinite(values[0])
         }
         self.seen.clear()
@@ -108,12 +108,14 @@ class Probes:
             if note is not None:
                 timed.append((place_in_time(seen, index, self.modules), seen, note))
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, min(timed, key=lambda one: one[0], default=None))
-        found = {rank: one for rank, one in enumerate(everyone) if one is not None}
-        if not found:
+        dist.all_gather_object(everyone, min(timed, key=lambda first_of_rank: first_of_rank[0], default=None))
+        first_by_rank = {
+            rank: first_of_rank for rank, first_of_rank in enumerate(everyone) if first_of_rank is not None
+        }
+        if not first_by_rank:
             return "; nan_hunt: every module, gradient and parameter is finite, so the loss itself is not"
-        when, what, name, _ = min(found.values(), key=lambda one: one[0])[1]
-        ranks = [f"{rank}{note}" for rank, (_, seen, note) in found.items() if seen[:3] == (when, what, name)]
+        when, what, name, _ = min(first_by_rank.values(), key=lambda first_of_rank: first_of_rank[0])[1]
+        ranks = [f"{rank}{note}" for rank, (_, seen, note) in first_by_rank.items() if seen[:3] == (when, what, name)]
         where = f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranks)}"
         return f"; nan_hunt: first not finite is {described(when, what, name)}, on {where}"
 
@@ -132,9 +134,9 @@ def hook(model: nn.Module, observe: Callable[[str, str, str, Tensor], None]) -> 
     several places (rotary embeddings) has no unique name and is skipped; a fault in its output is found in the input of
     the next module.
     """
-    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     for name, module in model.named_modules():
-        if name and places[id(module)] == 1:
+        if name and uses[id(module)] == 1:
             module.register_forward_pre_hook(partial(_entering, name, observe))
             module.register_forward_hook(partial(_leaving, name, observe))
 
@@ -184,8 +186,8 @@ def marks(local: Tensor) -> Tensor:
         torch.linalg.vector_norm(local, dtype=torch.float64) if local.numel() else torch.zeros((), dtype=torch.float64)
     )
     bits = local.contiguous().view(INTEGERS[local.element_size()]).flatten().to(torch.int64)
-    places = torch.arange(bits.numel(), device=bits.device) * 2 + 1
-    sums = (bits * (places * ODD)).sum()  # integer sums wrap around, so the order of the additions makes no difference
+    weights = torch.arange(bits.numel(), device=bits.device) * 2 + 1
+    sums = (bits * (weights * ODD)).sum()  # integer sums wrap around, so the order of the additions makes no difference
     halves = torch.stack([sums >> 32 & 0xFFFFFFFF, sums & 0xFFFFFFFF]).double()
     return torch.cat([norm.reshape(1).to(halves), halves])
 
@@ -194,13 +196,13 @@ def place_in_time(seen: Observation, index: int, modules: list[str]) -> tuple:
     """Return a key that sorts the observations of all ranks by time: (pass, call, position of the module in the model,
     position among this rank's observations). In the backward, the module's position is negative.
     """
-    place = place_in_order(seen.name, modules)
-    place = LAST if place is None else place
+    index_of_module = place_in_order(seen.name, modules)
+    index_of_module = LAST if index_of_module is None else index_of_module
     backwards = seen.when in ("backward", "gradient")
     return (
         PASSES.index(seen.when),
         seen.call,
-        -place if backwards else place,
+        -index_of_module if backwards else index_of_module,
         -index if seen.when == "gradient" else index,
     )
 

@@ -145,14 +145,14 @@ def slowest(times: Sequence[float], sets: list[list[int]]) -> dict[str, Any]:
     and the largest ratio of one of these ranks to the same median. The slowest rank is the one with the largest ratio.
     The fields are None if a time is unknown, or if every set has only one rank.
     """
-    found: tuple[float, int | None, float | None] = (0.0, None, None)
+    slowest_so_far: tuple[float, int | None, float | None] = (0.0, None, None)
     if all(time > 0 for time in times):  # false for UNKNOWN
         for ranks in sets:
             *others, last = sorted(ranks, key=times.__getitem__)
             if others:
                 middle = median(times[rank] for rank in others)
-                found = max(found, (times[last] / middle, last, times[others[-1]] / middle))
-    ratio, rank, spread = found
+                slowest_so_far = max(slowest_so_far, (times[last] / middle, last, times[others[-1]] / middle))
+    ratio, rank, spread = slowest_so_far
     return {"slowest_rank": rank, "slowest_over_median": ratio or None, "others_over_median": spread}
 
 
