@@ -38,18 +38,13 @@ class SplitAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             states = [self.state[parameter] for parameter in parameters]
-            tensors = [
-                tuple(
-                    map(
-                        local_part,
-                        (weight, weight.lower_half, gradient_of(weight), state["exp_avg"], state["exp_avg_sq"]),
-                    )
-                )
-                for weight, state in zip(parameters, states, strict=True)
-            ]
+            tensors = []
+            for weight, state in zip(parameters, states, strict=True):
+                tensors.append((weight, weight.lower_half, gradient_of(weight), state["exp_avg"], state["exp_avg_sq"]))
+            local_tensors = [tuple(map(local_part, of_weight)) for of_weight in tensors]
             beta1, beta2 = group["betas"]
             update_split(
-                tensors,
+                local_tensors,
                 [state["step"] for state in states],
                 lr=group["lr"],
                 beta1=beta1,
