@@ -39,20 +39,20 @@ def arranged(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def _gpus_as_key(arguments: list[str]) -> list[str]:
     """Return the arguments with `--gpus N` or `--gpus=N` as gpus=N, as `titan plan` takes both forms."""
-    words, waiting = [], list(arguments)
-    while waiting:
-        word = waiting.pop(0)
-        if word == "--gpus" and waiting and re.fullmatch(r"[\w,]+", waiting[0]):
-            words.append(f"gpus={waiting.pop(0)}")
+    overrides, remaining = [], list(arguments)
+    while remaining:
+        word = remaining.pop(0)
+        if word == "--gpus" and remaining and re.fullmatch(r"[\w,]+", remaining[0]):
+            overrides.append(f"gpus={remaining.pop(0)}")
         else:
-            words.append(word.removeprefix("--") if word.startswith("--gpus=") else word)
-    return words
+            overrides.append(word.removeprefix("--") if word.startswith("--gpus=") else word)
+    return overrides
 
 
 def _refuse(message: str) -> None:
     """Raise ConfigError with the message that argparse gives for arguments that it cannot parse."""
-    _, unknown, words = message.partition("unrecognized arguments: ")
-    first = words.split(" ")[0]
+    _, unknown, rejected = message.partition("unrecognized arguments: ")
+    first = rejected.split(" ")[0]
     name, _, value = first.lstrip("-").partition("=")
     name = name.replace("-", "_")
     meant = [f"{name}={value or 'VALUE'}"] if kind_of(name) is not None else meant_by(name, value, value)

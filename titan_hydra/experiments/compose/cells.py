@@ -164,10 +164,10 @@ class Composer:
 
         if path not in self.files:
             source = next((source for source in self.loader.get_sources() if source.is_config(path)), None)
-            found = source.load_config(path) if source else None
-            content = OmegaConf.to_container(found.config, resolve=False) if found else None
+            loaded = source.load_config(path) if source else None
+            content = OmegaConf.to_container(loaded.config, resolve=False) if loaded else None
             self.files[path] = (
-                (found.header.get("package"), content.get("defaults", []))
+                (loaded.header.get("package"), content.get("defaults", []))
                 if isinstance(content, dict)
                 else ("unknown", [])
             )
@@ -258,13 +258,13 @@ Item = TypeVar("Item")
 
 def with_count(items: Sequence[Item], done: str) -> Iterator[Item]:
     """Yield the items one by one. After one second, print a progress line to stderr: how many items are done."""
-    began = told = time.monotonic()
+    began = printed = time.monotonic()
     terminal = sys.stderr.isatty()
     for number, item in enumerate(items, start=1):
         yield item
         now = time.monotonic()
-        if now - began > 1 and now - told > (0.1 if terminal else 5):
-            told = now
+        if now - began > 1 and now - printed > (0.1 if terminal else 5):
+            printed = now
             print(f"{done} {number} of {len(items)} cells", end="\r" if terminal else "\n", file=sys.stderr, flush=True)
-    if terminal and told > began:
+    if terminal and printed > began:
         print("\033[K", end="", file=sys.stderr, flush=True)

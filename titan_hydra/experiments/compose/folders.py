@@ -51,8 +51,8 @@ def line_that_sees(folder: Path) -> tuple[str, str]:
     program, and --config-dir where it is needed.
     """
     program = "python launch.py" if Path("launch.py").is_file() else "titan run"
-    found = folder.resolve().parent in [CONF.resolve(), *(own.resolve() for own in project_in(Path.cwd()))]
-    return program, "" if found else f"--config-dir {shlex.quote(str(folder.parent))} "
+    is_found = folder.resolve().parent in [CONF.resolve(), *(own.resolve() for own in project_in(Path.cwd()))]
+    return program, "" if is_found else f"--config-dir {shlex.quote(str(folder.parent))} "
 
 
 def of_script(script: Path) -> list[Path]:
@@ -90,7 +90,7 @@ def usable_folders(named: Sequence[str | Path], own: Sequence[Path] = ()) -> lis
             )
     folders = [path.absolute() for path in (*typed, *own)]
     return [
-        folder for place, folder in enumerate(folders) if folder.resolve() not in map(Path.resolve, folders[:place])
+        folder for number, folder in enumerate(folders) if folder.resolve() not in map(Path.resolve, folders[:number])
     ]
 
 
@@ -121,8 +121,8 @@ def _searched(override: str) -> list[str]:
     except HydraException:
         value = None
     folders = []
-    for place in value if isinstance(value, list) else [value]:
-        kind, _, rest = str(place).partition("://")
+    for address in value if isinstance(value, list) else [value]:
+        kind, _, rest = str(address).partition("://")
         package = None
         if kind == "pkg" and re.fullmatch(r"\w+([./]\w+)*", rest):
             with contextlib.suppress(ModuleNotFoundError):  # of a package around it

@@ -103,7 +103,7 @@ def meant_by(key: str, value: Any = None, typed: str = "") -> tuple[str, ...]:
 
 
 def _of_peers(word: str) -> list[str]:
-    return [name for name, words in SYNONYMS.items() if word in words.split()]
+    return [name for name, synonyms in SYNONYMS.items() if word in synonyms.split()]
 
 
 def _is_whole(hint: str) -> bool:

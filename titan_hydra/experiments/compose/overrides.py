@@ -68,20 +68,20 @@ def _put_together(overrides: Sequence[str]) -> list[list[str]]:
     """Return the overrides, each as a list of one word; of several where the shell has split one at blanks, as in
     `seed=1, 2` and `optimizer.lr = 1e-3`.
     """
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     for word in overrides:
-        before = "".join(found[-1]) if found else ""
-        inside = any(before.count(start) > before.count(end) for start, end in ("[]", "{}", "()"))
-        goes_on = word.startswith(("=", ",")) or ("=" not in word and (inside or before.endswith((",", "="))))
-        if before and len(before) < LONGEST and goes_on:
-            found[-1].append(word)
+        last = "".join(groups[-1]) if groups else ""
+        in_brackets = any(last.count(start) > last.count(end) for start, end in ("[]", "{}", "()"))
+        continues = word.startswith(("=", ",")) or ("=" not in word and (in_brackets or last.endswith((",", "="))))
+        if last and len(last) < LONGEST and continues:
+            groups[-1].append(word)
         else:
-            found.append([word])
-    return found
+            groups.append([word])
+    return groups
 
 
-def _split_at_blanks(words: list[str]) -> str:
-    return f"{shown(' '.join(words))}: the shell splits it at its blanks; type it without them, as {shown(quoted([''.join(words)]))}"
+def _split_at_blanks(parts: list[str]) -> str:
+    return f"{shown(' '.join(parts))}: the shell splits it at its blanks; type it without them, as {shown(quoted([''.join(parts)]))}"
 
 
 def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
@@ -141,14 +141,14 @@ def _unreadable(text: str, error: BaseException) -> str:
         return "is nested too deeply"
     if not isinstance(error, ValueError) or "digits" not in str(error):
         key, _, value = text.partition("=")
-        said = shown(str(error).splitlines()[0], 80)
+        message = shown(str(error).splitlines()[0], 80)
         if value.endswith(",") and not value.startswith(("[", "{", "'", '"')):
             return f"ends with a comma; several values are typed as {shown(key)}=VALUE,VALUE"
         if "interval(" in value:
-            return f"an interval has two bounds that are numbers, as interval(1e-4,1e-1) ({said})"
+            return f"an interval has two bounds that are numbers, as interval(1e-4,1e-1) ({message})"
         if re.fullmatch(r"[\w./]+", key) and not value.startswith(("[", "{", "'", '"')):  # the value is a text
-            return f"cannot be parsed ({said}); as a text it is typed {quoted([f'{key}={as_value(value)}'])}"
-        return f"cannot be parsed; quote what the shell or Hydra would read otherwise ({said})"
+            return f"cannot be parsed ({message}); as a text it is typed {quoted([f'{key}={as_value(value)}'])}"
+        return f"cannot be parsed; quote what the shell or Hydra would read otherwise ({message})"
     return "has too many digits"
 
 
@@ -223,7 +223,7 @@ def _read_otherwise(key: str, value: Any, line: str) -> str | None:
     """
     if isinstance(value, dict | list):
         inner = [*value, *value.values()] if isinstance(value, dict) else value
-        return next(filter(None, (_read_otherwise(key, one, line) for one in inner)), None)
+        return next(filter(None, (_read_otherwise(key, item, line) for item in inner)), None)
     if not isinstance(value, int | float) or re.search(rf"(?<![\w.+-]){re.escape(str(value))}(?![\w.+-])", line):
         return None
     typed = line.partition("=")[2]

@@ -55,10 +55,10 @@ def misread(file: Path, group: str) -> list[str]:
 def mistake_of_yaml(error: yaml.YAMLError) -> str:
     """Return the line and the column of a mistake of YAML's syntax, and what it is."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    place = f"{mark.line + 1}:{mark.column + 1}: " if mark else " "
+    position = f"{mark.line + 1}:{mark.column + 1}: " if mark else " "
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     advice = "; YAML is indented by blanks, not by tabs" if "'\\t'" in str(problem) else ""
-    return f"{place}{problem}{advice}"
+    return f"{position}{problem}{advice}"
 
 
 def _odd(node: yaml.Node, key: str) -> Iterator[tuple[int, str]]:
@@ -140,10 +140,10 @@ def _defaults(file: Path, group: str) -> list[tuple[str, str]]:
         listed = load_yaml(file).get("defaults") or []
     except Exception:  # `misread` has a line for it, or Hydra has
         return []
-    found = []
+    options = []
     for entry in listed if isinstance(listed, list) else []:
         for name, option in entry.items() if isinstance(entry, dict) else [("", entry)]:
             name = str(name).removeprefix("override ").removeprefix("optional ").partition("@")[0]
-            place = name.removeprefix("/") if name.startswith("/") else f"{group}/{name}".rstrip("/")
-            found += [(place, option)] if isinstance(option, str) and option != "_self_" else []
-    return found
+            of_group = name.removeprefix("/") if name.startswith("/") else f"{group}/{name}".rstrip("/")
+            options += [(of_group, option)] if isinstance(option, str) and option != "_self_" else []
+    return options

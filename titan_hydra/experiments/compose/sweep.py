@@ -76,7 +76,7 @@ def sweep_cells(compose: Callable[[list[str]], Any], overrides: list[str]) -> li
     """
     file, typed = _split(overrides)
     key, _, names = file[0].partition("=") if file else ("", "", "")
-    found: list[Composed] = []
+    composed: list[Composed] = []
     for own_file in [[f"{key}={name}"] for name in names.split(",")] if file else [[]]:
         config = compose([*own_file, *(override for override in overrides if override not in file)])
         if wrong := _typed(config, own_file):
@@ -87,8 +87,8 @@ def sweep_cells(compose: Callable[[list[str]], Any], overrides: list[str]) -> li
             for name, own in config.sweep.cells.items()
             if only in (None, name)
         ]
-        found += cells or [(config, [*own_file, *typed])]
-    return found
+        composed += cells or [(config, [*own_file, *typed])]
+    return composed
 
 
 def _typed(config: Any, file: list[str]) -> list[str]:

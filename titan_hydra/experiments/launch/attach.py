@@ -41,7 +41,7 @@ class Interrupts:
     def counted(self) -> Iterator[Interrupts]:
         """Count signals while the block runs, then restore the previous handlers."""
         before = {
-            number: signal.signal(number, lambda got, frame: self.received.append(got))
+            number: signal.signal(number, lambda signal_number, frame: self.received.append(signal_number))
             for number in (signal.SIGINT, signal.SIGTERM)
         }
         try:

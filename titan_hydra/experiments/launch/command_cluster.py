@@ -36,10 +36,10 @@ def sites() -> dict[str, ClusterSite]:
 
 def init_site_arguments(init: argparse.ArgumentParser) -> None:
     init.add_argument("name", nargs="?", help="the NAME of cluster=NAME (default: the cluster's own name)")
-    found = sites()
+    known_sites = sites()
     init.add_argument(
         "--executor",
-        choices=[*found],
+        choices=[*known_sites],
         help="the kind of cluster (default: the first kind whose programs are on this machine)",
     )
     init.add_argument(
@@ -49,7 +49,7 @@ def init_site_arguments(init: argparse.ArgumentParser) -> None:
         help="folder to write the file to (default: conf/cluster)",
     )
     init.add_argument("--force", action="store_true", help="replace an existing file")
-    for name, site in found.items():
+    for name, site in known_sites.items():
         site.add_arguments(init.add_argument_group(f"with --executor {name}"))
 
 
@@ -62,9 +62,9 @@ def check_site_arguments(check: argparse.ArgumentParser) -> None:
 
 def init_site(args: argparse.Namespace) -> int:
     """Write the file, print it, and suggest a command that tries it."""
-    found = sites()
-    default = next((name for name, site in found.items() if shutil.which(site.program)), next(iter(found)))
-    option = found[args.executor or default].option(args)
+    known_sites = sites()
+    default = next((name for name, site in known_sites.items() if shutil.which(site.program)), next(iter(known_sites)))
+    option = known_sites[args.executor or default].option(args)
     name = args.name or re.sub(r"\W+", "_", option.name)
     if not re.fullmatch(r"\w[\w-]*", name):
         raise ConfigError(f"{name}: cannot be typed as cluster=NAME; letters, digits, _ and - can")
@@ -96,13 +96,13 @@ def checked(args: argparse.Namespace) -> Iterator[list[str]]:
     it took, the reason if it failed, and its run.
     """
     checks = (("trains on one node", 1), ("trains on two nodes", 2), ("is stopped, saves and goes on, on two nodes", 2))
-    for number, (what, nodes) in enumerate(checks):
+    for number, (title, nodes) in enumerate(checks):
         began, steps = time.monotonic(), ENDLESS if number == 2 else 5
         cell = cell_on(args, nodes, steps)
-        print(f"\n{what}: {cell.directory.name}", flush=True)
+        print(f"\n{title}: {cell.directory.name}", flush=True)
         reason = reason_of_stop(cell) if number == 2 else reason_of_run(cell)
         works = "no" if reason else "yes"
-        yield [what, works, f"{time.monotonic() - began:.0f}", reason, cell.directory.name]
+        yield [title, works, f"{time.monotonic() - began:.0f}", reason, cell.directory.name]
         if reason:
             return
 

@@ -91,8 +91,8 @@ def read_all(composed: list[tuple[Any, list[str]]]) -> tuple[list[Cell], list[st
     cells, notices = [], []
     numbers: dict[str, list[int]] = {}  # of the cells that have a fault
     for number, (config, typed) in enumerate(with_count(composed, "checked"), start=1):
-        cell, faults, told = examine(config, typed, number, len(composed))
-        notices += told
+        cell, faults, notes = examine(config, typed, number, len(composed))
+        notices += notes
         for fault in dict.fromkeys(redact(str(fault)) for fault in faults):
             numbers.setdefault(fault, []).append(number)
         cells += [cell] if cell else []
@@ -128,7 +128,7 @@ def examine(
         job = freeze(job)
         layouts, faults = checked_layouts(job)
         notices += [] if faults else warnings(job)
-    predictions = [] if faults else [predict.of_launch(one) for one in (job, *layouts)]
+    predictions = [] if faults else [predict.of_launch(layout_job) for layout_job in (job, *layouts)]
     for prediction in filter(None, predictions):
         if job.launch.oom_check != "off" and (fault := predict.objection(prediction)):
             if prediction.job.gpus != job.gpus:

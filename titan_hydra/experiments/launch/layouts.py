@@ -71,35 +71,35 @@ def checked_layouts(job: Job) -> tuple[tuple[Job, ...], list[Fault]]:
     """
     if (faults := check(job)) or not job.elastic:
         return (), faults
-    found = {nodes_of(job): job}
-    for words in (words for words in job.elastic if words != AUTO):
+    by_nodes = {nodes_of(job): job}
+    for overrides in (overrides for overrides in job.elastic if overrides != AUTO):
         try:
-            new = relaid(job, words.split())
+            layout_job = relaid(job, overrides.split())
         except ConfigError as error:
-            faults.append(Fault("elastic", words, "; ".join(str(error).splitlines())))
+            faults.append(Fault("elastic", overrides, "; ".join(str(error).splitlines())))
             continue
-        if not_a_layout := {word.partition("=")[0].partition(".")[0] for word in words.split()} - {
+        if not_a_layout := {word.partition("=")[0].partition(".")[0] for word in overrides.split()} - {
             "gpus",
             "data",
             *SECTIONS,
         }:
-            faults.append(Fault("elastic", words, f"{sorted(not_a_layout)[0]} is no part of a layout"))
-        elif own := check(new):
-            faults += [Fault("elastic", words, str(fault)) for fault in own]
-        elif (nodes := nodes_of(new)) in found:
+            faults.append(Fault("elastic", overrides, f"{sorted(not_a_layout)[0]} is no part of a layout"))
+        elif faults_here := check(layout_job):
+            faults += [Fault("elastic", overrides, str(fault)) for fault in faults_here]
+        elif (nodes := nodes_of(layout_job)) in by_nodes:
             faults.append(
-                Fault("elastic", words, f"the layout {in_words(found[nodes])} has {counted(nodes, 'node')} too")
+                Fault("elastic", overrides, f"the layout {in_words(by_nodes[nodes])} has {counted(nodes, 'node')} too")
             )
         else:
-            found[nodes] = new
+            by_nodes[nodes] = layout_job
     if AUTO in job.elastic and not faults:
         try:
-            found |= {nodes_of(new): new for new in _planned(job, set(found))}
+            by_nodes |= {nodes_of(layout_job): layout_job for layout_job in _planned(job, set(by_nodes))}
         except NotPredictable as error:
             faults.append(Fault("elastic", AUTO, f"{error}; list the layouts instead"))
-    if len(found) == 1 and not faults:
+    if len(by_nodes) == 1 and not faults:
         faults.append(fault_at(job, "elastic", "gives no layout for another number of nodes"))
-    return tuple(found[nodes] for nodes in sorted(found, reverse=True)), faults
+    return tuple(by_nodes[nodes] for nodes in sorted(by_nodes, reverse=True)), faults
 
 
 def _planned(job: Job, known: set[int]) -> Iterator[Job]:
@@ -133,7 +133,7 @@ def kept_layouts(directory: Path) -> tuple[Job, ...]:
     """Return the layouts that `write_layouts` wrote, from the most nodes to the fewest. Raises ConfigError for a file that
     was changed since: one that cannot be read, is for another number of nodes, fails the checks or is another experiment.
     """
-    first, found = layout.FIRST_CONFIG.read(directory), []
+    first, layouts = layout.FIRST_CONFIG.read(directory), []
     for nodes, content in sorted(layout.LAYOUT.read_all(directory).items(), reverse=True):
         file = layout.LAYOUT.of(directory, nodes)
         job = frozen_job(content, file, directory)
@@ -147,8 +147,8 @@ def kept_layouts(directory: Path) -> tuple[Job, ...]:
             raise ConfigError(
                 f"{file}: was changed after it was submitted: {reason}; the command line that started the run writes it anew"
             )
-        found.append(job)
-    return tuple(found)
+        layouts.append(job)
+    return tuple(layouts)
 
 
 def keep_first(directory: Path) -> None:

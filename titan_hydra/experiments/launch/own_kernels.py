@@ -25,14 +25,14 @@ def under_a_ring(jobs: list[Job]) -> list[Fault]:
     of_modules: dict[str, dict[str, Job]] = {}  # each model is built once, for each list of modules
     for job in rings:
         of_modules.setdefault(_modules(job), {})[_model(job)] = job
-    found = {
+    kernels_by_model = {
         (modules, model): own
         for modules, models in of_modules.items()
         for model, own in zip(models, _own_kernels(list(models.values())), strict=False)
     }
     faults = []
     for job in rings:
-        if own := found.get((_modules(job), _model(job))):
+        if own := kernels_by_model.get((_modules(job), _model(job))):
             reason = f"a ring replaces the attention kernel of {job.model.family}, {' and '.join(own)}, by torch's"
             faults.append(fault_at(job, "parallelism.cp_rotate", reason, "ulysses"))
     return faults

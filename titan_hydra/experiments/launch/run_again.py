@@ -49,8 +49,8 @@ def run_again(selection: Selection, args: argparse.Namespace) -> int:
     again = []
     for row, cell in zip(rows, selection.cells, strict=True):
         if row.state.kind == "damaged":
-            words = "not run again; the command line that started it mends it"
-            print(f"{row.hash}  {row.cell}: damaged {row.state.damage}: {words}", file=sys.stderr)
+            advice = "not run again; the command line that started it mends it"
+            print(f"{row.hash}  {row.cell}: damaged {row.state.damage}: {advice}", file=sys.stderr)
         if not _fits(row, args.only or ["failed", "interrupted"]):
             continue
         if not args.as_is and row.state.failure and row.state.failure.kind in WOULD_FAIL_AGAIN:
@@ -129,4 +129,4 @@ def _layouts(job: Job, directory: Path) -> tuple[Job, ...]:
     they may have changed.
     """
     layouts = kept_layouts(directory) if job.elastic else ()
-    return tuple(dataclasses.replace(one, launch=job.launch, paths=job.paths) for one in layouts)
+    return tuple(dataclasses.replace(of_layout, launch=job.launch, paths=job.paths) for of_layout in layouts)

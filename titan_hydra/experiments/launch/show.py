@@ -187,8 +187,8 @@ def last_word(directory: Path, state: State) -> str:
     """Return the last message of rank 0 of a run that was stopped. If there is no message, describe how the run ended."""
     if not directory.is_dir():
         return "its folder was deleted while it ran, and everything in it"
-    said = layout.RANK.read(layout.ATTEMPT.of(directory, state.attempt)).get("error") or {}
-    return said.get("message") or "ended before it could save; it goes back to its newest checkpoint, if there is one"
+    error = layout.RANK.read(layout.ATTEMPT.of(directory, state.attempt)).get("error") or {}
+    return error.get("message") or "ended before it could save; it goes back to its newest checkpoint, if there is one"
 
 
 def failure(directory: Path, why: Failure) -> None:

@@ -30,9 +30,9 @@ def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
     dim = shape.job.model.dim
     if not shape.format:
         return 0, 0
-    rows = sum(one.inputs for one in shape.linears if not one.column) / shape.job.parallelism.tp
+    rows = sum(linear.inputs for linear in shape.linears if not linear.column) / shape.job.parallelism.tp
     inputs = rows + 2 * dim / shape.sequence  # attention's linears share one input, and so do those of the feed-forward
-    columns = sum(one.outputs for one in shape.linears if one.column) / shape.job.parallelism.tp
+    columns = sum(linear.outputs for linear in shape.linears if linear.column) / shape.job.parallelism.tp
     transposed = 2 * (rows + columns + 4 * dim)
     scale = factors.cast * (1 if shape.one_scale else factors.rowwise)
     return scale * CAST_BYTES * inputs, scale * (CAST_BYTES * (columns + 2 * dim / shape.sequence) + transposed)
@@ -44,7 +44,7 @@ def _weight_casts(shape: Shape, factors: Factors) -> float:
     """
     if not shape.format:
         return 0.0
-    weights = sum(one.size(shape.job.parallelism.tp) for one in shape.linears)
+    weights = sum(linear.size(shape.job.parallelism.tp) for linear in shape.linears)
     return (
         CAST_BYTES
         * weights
@@ -63,8 +63,10 @@ def fused_traffic(shape: Shape) -> tuple[float, float]:
     tensors, which are read twice, into three casts.
     """
     cast, dim, width = shape.used + 1, shape.job.model.dim, shape.ffn_width
-    weights = cast * sum(one.size(1) for one in shape.linears)
-    columns = sum(one.outputs for one in shape.linears[: shape.after - 1])  # attention's outputs: queries, keys, values
+    weights = cast * sum(linear.size(1) for linear in shape.linears)
+    columns = sum(
+        linear.outputs for linear in shape.linears[: shape.after - 1]
+    )  # attention's outputs: queries, keys, values
     halves = 2 if width else 1  # a block's feed-forward may be experts alone, which are not cast
     forward = cast * (halves * dim + shape.values) + (2 * shape.used + 1) * width
     norms = 3 * shape.used * halves * dim

@@ -92,17 +92,17 @@ def main(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def device_counting(args: argparse.Namespace, one: str = "") -> Iterator[list[int]]:
+def device_counting(args: argparse.Namespace, singular: str = "") -> Iterator[list[int]]:
     """Yield the numbers of devices of a command line, whose overrides are then without several numbers. Raises
-    ConfigError if a number is below one, if there are several although `one` takes one, and for a job that cannot be
+    ConfigError if a number is below one, if there are several although `singular` takes one, and for a job that cannot be
     predicted.
     """
     args.overrides, args.gpus = counted_on(args)
     counts = args.gpus or []
     if counts and counts[0] < 1:
         raise bad_value("--gpus", counts[0], "a job needs at least one", 1)
-    if len(counts) > 1 and one:
-        raise bad_value("--gpus", ",".join(map(str, counts)), f"{one} takes one number of GPUs", counts[0])
+    if len(counts) > 1 and singular:
+        raise bad_value("--gpus", ",".join(map(str, counts)), f"{singular} takes one number of GPUs", counts[0])
     try:
         yield counts
     except NotPredictable as error:
@@ -158,7 +158,7 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
         )
     proofs = [proof(row.prediction.job) for row in rows[: args.prove or 0]]
     if args.json:
-        counted = [{"counted": one} for one in proofs] + [{}] * (len(rows) - len(proofs))
+        counted = [{"counted": bytes_counted} for bytes_counted in proofs] + [{}] * (len(rows) - len(proofs))
         print(
             to_json(
                 [
@@ -185,16 +185,16 @@ def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
     if broken and args.why:
         print(to_json({"rules": broken}) if args.json else "\n".join(f"dropped: {line}" for line in broken))
         return Exit.DONE
-    found = predict.predict(job)
-    if found.reason:
-        raise ConfigError(found.reason)
+    prediction = predict.predict(job)
+    if prediction.reason:
+        raise ConfigError(prediction.reason)
     proofs = [proof(job)] if args.prove else []
     if args.json:
-        print(to_json(predict.as_json(found) | {"rules": broken} | ({"counted": proofs[0]} if proofs else {})))
+        print(to_json(predict.as_json(prediction) | {"rules": broken} | ({"counted": proofs[0]} if proofs else {})))
     else:
-        print(*(f"not to be started here: {line}" for line in broken), *explained(found), sep="\n")
+        print(*(f"not to be started here: {line}" for line in broken), *explained(prediction), sep="\n")
         show_proofs(proofs)
-    return Exit.CONFIG if args.cell and found.fits == "no" else Exit.DONE
+    return Exit.CONFIG if args.cell and prediction.fits == "no" else Exit.DONE
 
 
 def legal_job(job: Job, gpus: int | None) -> Job:
@@ -225,10 +225,10 @@ def show(rows: list[Row], points: int, job: Job, args: argparse.Namespace) -> No
     lines = table(titles, cells, ("", "dp", *degrees, *numbers), leaves=("limited by",))
     fitting = sum(row.prediction.fits != "tight" for row in rows)
     if fitting < len(rows):
-        what = "faster, but tight" if fitting else "nothing fits with room to spare; tight"
+        title = "faster, but tight" if fitting else "nothing fits with room to spare; tight"
         lines.insert(
             fitting + 1 if len(lines) == len(rows) + 1 else len(lines),
-            f"--- {what}: under {1 - FITS:.0%} of the memory stays free, and NCCL needs some",
+            f"--- {title}: under {1 - FITS:.0%} of the memory stays free, and NCCL needs some",
         )
     elif first.fits == "no":
         lines.insert(1, "--- nothing fits; these layouts need least memory")
@@ -243,7 +243,7 @@ def show(rows: list[Row], points: int, job: Job, args: argparse.Namespace) -> No
 
 def _cells(number: int, row: Row, degrees: list[str]) -> tuple[Any, ...]:
     """Return the cells of a layout's row in the table."""
-    job, found = row.prediction.job, row.prediction
+    job, prediction = row.prediction.job, row.prediction
     layout = job.parallelism
     return (
         f"{number}{'*' if row.front else ' '}",
@@ -252,10 +252,10 @@ def _cells(number: int, row: Row, degrees: list[str]) -> tuple[Any, ...]:
         *(order_of(job) or "-",) * ("pp" in degrees),
         job.ac.name,
         job.data.local_batch,
-        f"{found.speed.tokens_per_second:,.0f}",
-        f"{found.peak.gib:.1f}",
-        found.fits,
-        f"{found.speed.limit}; {found.peak.largest.name}",
+        f"{prediction.speed.tokens_per_second:,.0f}",
+        f"{prediction.peak.gib:.1f}",
+        prediction.fits,
+        f"{prediction.speed.limit}; {prediction.peak.largest.name}",
     )
 
 
@@ -281,19 +281,19 @@ def show_proofs(proofs: list[dict[str, Any]]) -> None:
     """Print the counted bytes beside the bytes of the formulas, one row per layout."""
     if not proofs:
         return
-    dimensions = sorted({name for one in proofs for name in one["sent_by_formula"]})
+    dimensions = sorted({name for of_rank in proofs for name in of_rank["sent_by_formula"]})
     rows = []
-    for number, one in enumerate(proofs, start=1):
+    for number, of_rank in enumerate(proofs, start=1):
         pairs = [
-            (one["live"], one["live_by_formula"]),
-            *((one["sent"].get(name), one["sent_by_formula"].get(name)) for name in dimensions),
+            (of_rank["live"], of_rank["live_by_formula"]),
+            *((of_rank["sent"].get(name), of_rank["sent_by_formula"].get(name)) for name in dimensions),
         ]
         rows.append(
             (
                 number,
-                one["rank"],
+                of_rank["rank"],
                 *("-" if b is None else f"{a / GIB:,.2f} / {b / GIB:,.2f}" for a, b in pairs),
-                f"{one['live_by_formula'] / one['live'] - 1:+.1%}",
+                f"{of_rank['live_by_formula'] / of_rank['live'] - 1:+.1%}",
             )
         )
     titles = ("", "rank", "live GiB", *(f"{name} GiB" for name in dimensions), "live off by")
@@ -303,19 +303,20 @@ def show_proofs(proofs: list[dict[str, Any]]) -> None:
     print(*table(titles, rows, titles[1:]), sep="\n")
 
 
-def explained(found: Prediction) -> list[str]:
+def explained(prediction: Prediction) -> list[str]:
     """Return the predicted totals in a line, then the terms of memory and of time as bars."""
-    gib, fits, rate, hours = predict.line(found)
-    stage = f", pipeline rank {found.peak.pipeline_rank}" if found.job.parallelism.pp > 1 else ""
+    gib, fits, rate, hours = predict.line(prediction)
+    stage = f", pipeline rank {prediction.peak.pipeline_rank}" if prediction.job.parallelism.pp > 1 else ""
     lines = [
-        *predict.notes(found.job),
-        f"{gib} GiB on rank {found.peak.rank}{stage}: {fits}; {rate} tokens/s/device, {hours} GPU-hours for {found.job.steps} steps",
+        *predict.notes(prediction.job),
+        f"{gib} GiB on rank {prediction.peak.rank}{stage}: {fits}; {rate} tokens/s/device, "
+        f"{hours} GPU-hours for {prediction.job.steps} steps",
     ]
-    terms = [(f"{term.name} ({term.tag})", term.bytes / GIB) for term in found.peak.terms]
+    terms = [(f"{term.name} ({term.tag})", term.bytes / GIB) for term in prediction.peak.terms]
     lines += bars("GiB", terms)
     return [
         *lines,
-        *bars("seconds of a step", [(name, value) for name, value in found.speed.parts.items() if value > 0]),
+        *bars("seconds of a step", [(name, value) for name, value in prediction.speed.parts.items() if value > 0]),
     ]
 
 
@@ -359,10 +360,10 @@ def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
             axes.barh(range(len(rows)), widths, left=left, label=name, color=matplotlib.colormaps["tab20"](index % 20))
             left = [a + b for a, b in zip(left, widths, strict=True)]
         capacity, job = rows[0].prediction.capacity_gib, rows[0].prediction.job
-        what = f"{job.model.name} on {job.hardware.name}"
+        title = f"{job.model.name} on {job.hardware.name}"
         axes.axvspan(FITS * capacity, REFUSED * capacity, color=LIGHT["rule"], alpha=0.5, zorder=0)
         axes.axvline(capacity, color="black", linewidth=1)
-        drawn.suptitle(f"{what}: predicted memory of a device", x=0.01, ha="left", fontsize=11, fontweight="bold")
+        drawn.suptitle(f"{title}: predicted memory of a device", x=0.01, ha="left", fontsize=11, fontweight="bold")
         axes.set_yticks(
             range(len(rows)),
             [
@@ -377,7 +378,9 @@ def draw(folder: Path, rows: list[Row], by_gpus: dict[int, list[Row]]) -> None:
         drawn.legend(loc="outside lower center", ncols=3)
         print(*save_figure(drawn, folder, "plan-memory"), sep="\n")
     fitting = {
-        count: found[0].prediction for count, found in by_gpus.items() if found and found[0].prediction.fits != "no"
+        count: rows_of_count[0].prediction
+        for count, rows_of_count in by_gpus.items()
+        if rows_of_count and rows_of_count[0].prediction.fits != "no"
     }
     if fitting:
         print(*draw_speed(folder, fitting, fixed=True), sep="\n")

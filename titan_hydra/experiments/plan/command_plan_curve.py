@@ -88,7 +88,7 @@ def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, 
         if row is None:
             rows.append((f"{count:,}", "no layout obeys the rules", *["-"] * (len(TITLES) - 2)))
             continue
-        made, speed = row.prediction, row.prediction.speed if count in fitting else None
+        prediction, speed = row.prediction, row.prediction.speed if count in fitting else None
         times = ["-"] * 4
         if speed and first:
             rate = speed.tokens_per_second
@@ -96,10 +96,16 @@ def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, 
                 f"{rate:,.0f}",
                 f"{rate * count:,.0f}",
                 f"{rate / first.tokens_per_second:.0%}",
-                f"{billion_tokens(made):,.1f}",
+                f"{billion_tokens(prediction):,.1f}",
             ]
-        limit = f"{speed.limit}; {made.peak.largest.name}" if speed else made.peak.largest.name
-        layout = (layout_of(made.job), made.job.ac.name, made.job.data.local_batch, f"{made.peak.gib:.1f}", made.fits)
+        limit = f"{speed.limit}; {prediction.peak.largest.name}" if speed else prediction.peak.largest.name
+        layout = (
+            layout_of(prediction.job),
+            prediction.job.ac.name,
+            prediction.job.data.local_batch,
+            f"{prediction.peak.gib:.1f}",
+            prediction.fits,
+        )
         rows.append((f"{count:,}", *layout, *times, limit))
     numbers = ("gpus", "local batch", "GiB", "tokens/s/device", "tokens/s", "of linear", "GPU-hours")
     leaves = ("limited by", "tokens/s", "local batch", "GPU-hours")
@@ -139,13 +145,15 @@ def order_of(job: Job) -> str:
     return f"{schedule.name} {schedule.stages_per_rank}x{schedule.microbatches}" if job.parallelism.pp > 1 else ""
 
 
-def draw_speed(folder: Path, found: dict[int, predict.Prediction], fixed: bool) -> list[Path]:
+def draw_speed(folder: Path, predictions: dict[int, predict.Prediction], fixed: bool) -> list[Path]:
     """Draw tokens/s over the number of devices, beside the line of linear scaling. Returns the names of the files."""
     from titan_hydra.experiments.report.plots import figure, save_figure
     from titan_hydra.experiments.report.style import LIGHT, drawing
 
-    counts, job = list(found), next(iter(found.values())).job
-    speeds = [one.speed.tokens_per_second * count for count, one in found.items() if one.speed]
+    counts, job = list(predictions), next(iter(predictions.values())).job
+    speeds = [
+        prediction.speed.tokens_per_second * count for count, prediction in predictions.items() if prediction.speed
+    ]
     with drawing("plan"):
         drawn, plane = figure(3.4)
         plane.plot(counts, [speeds[0] / counts[0] * count for count in counts], color=LIGHT["rule"], label="linear")

@@ -46,11 +46,11 @@ class ExpertShape:
         else:  # a part has several groups, `found` of which are chosen
             own = groups // parts
             missed = sum(
-                comb(own, found)
-                * comb(groups - own, chosen - found)
+                comb(own, reached_here)
+                * comb(groups - own, chosen - reached_here)
                 / comb(groups, chosen)
-                * (1 - found / chosen) ** choices
-                for found in range(min(own, chosen) + 1)
+                * (1 - reached_here / chosen) ** choices
+                for reached_here in range(min(own, chosen) + 1)
             )
         return parts * (1 - missed)
 

@@ -76,6 +76,6 @@ def recomputed(shape: Shape) -> Again:
     """Return what a block's backward recomputes in the job's mode of activation checkpointing."""
     sizes, mode = shape.sizes, mode_of(shape.job)
     if mode.contexts:
-        kept = sum(size for size, one in zip(sizes, shape.kept, strict=True) if one)
+        kept = sum(size for size, is_kept in zip(sizes, shape.kept, strict=True) if is_kept)
         return Again(1 - kept / sum(sizes), not saves(shape.job, *ATTENTION), 1)
     return Again(shape.whole_again, shape.whole_again, shape.whole_again)

@@ -95,7 +95,7 @@ def peak(job: Job, constants: Constants = Constants(), shape: Shape | None = Non
     ranks = len(shape.stages)
     # candidates for the fullest rank: the first, the last, and an inner rank with the most blocks
     likely = sorted({0, 1 % ranks, ranks // 2, max(ranks - 2, 0), ranks - 1})
-    return max((_of_rank(shape, rank, constants) for rank in likely), key=lambda found: found.gib)
+    return max((_of_rank(shape, rank, constants) for rank in likely), key=lambda of_rank: of_rank.gib)
 
 
 def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
@@ -147,17 +147,17 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
     whole = shape.gathered_parameters(stages)
     before = parameters if shape.rounds > 1 or (pp and not shape.wrapped) else 0
     flying = in_flight(shape.job, rank, shape.layers)
-    kept, others = saved(shape), _between_stages(shape, rank, constants)
+    saved_of_block, others = saved(shape), _between_stages(shape, rank, constants)
     # microbatches in flight on the first stage
     started = in_flight(shape.job, rank, (1, *[0] * end)).most if 0 in stages else 0
-    earlier = started * sum(one.layers[0] * saved(one) for one in shape.before)
+    earlier = started * sum(stack.layers[0] * saved(stack) for stack in shape.before)
     late = PIPELINE_SCHEDULES[shape.job.pp_schedule.name].late
     if end in stages:
         for head in _head(shape, rank, constants):
             yield (
                 before,
                 [
-                    Term(SAVED, flying.at_end * kept + earlier),
+                    Term(SAVED, flying.at_end * saved_of_block + earlier),
                     *others,
                     *_unsharded(shape, whole, None, not late),
                     *head,
@@ -169,7 +169,7 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
     for block in _block(shape):
         block += [postponed, _largest_logits(shape)]
         first = [
-            Term(SAVED, (flying.most - 1) * kept + earlier),
+            Term(SAVED, (flying.most - 1) * saved_of_block + earlier),
             *others,
             *_unsharded(shape, whole, shape.head, not late),
             *block,
@@ -198,21 +198,21 @@ def _of_earlier_stacks(shape: Shape, before: float, parameters: float, others: l
     backward of each stack's last block and of its first block. All parameters of a tower are gathered together, and all
     its gradients are reduced together.
     """
-    done, left = parameters - shape.embedding, sum(one.layers[0] * one.block for one in shape.before)
-    for place, one in reversed([*enumerate(shape.before)]):
-        depth, kept = one.layers[0], saved(one)
-        earlier = sum(other.layers[0] * saved(other) for other in shape.before[:place])
-        tower = one.stack is not None and one.stack.tower is not None
-        unit = replace(one, block=one.block * depth) if tower else one
-        (block,) = _block(one)
-        for alive, having in ((depth - 1, done - left), (0, done - left + (depth - 1) * one.block)):
-            reduced = unit.block if tower and alive == 0 else 0 if tower else one.block
+    done, left = parameters - shape.embedding, sum(stack.layers[0] * stack.block for stack in shape.before)
+    for index, stack in reversed([*enumerate(shape.before)]):
+        depth, saved_of_block = stack.layers[0], saved(stack)
+        earlier = sum(earlier_stack.layers[0] * saved(earlier_stack) for earlier_stack in shape.before[:index])
+        tower = stack.stack is not None and stack.stack.tower is not None
+        unit = replace(stack, block=stack.block * depth) if tower else stack
+        (block,) = _block(stack)
+        for alive, having in ((depth - 1, done - left), (0, done - left + (depth - 1) * stack.block)):
+            reduced = unit.block if tower and alive == 0 else 0 if tower else stack.block
             # in the backward of the model's very first block, no earlier block is left whose weights could be
             # prefetched
-            blocks = 1 if tower or (alive == 0 and place == 0) else 2
+            blocks = 1 if tower or (alive == 0 and index == 0) else 2
             weights = _unsharded(unit, unit.block, reduced, True, blocks)
-            yield before or having, [Term(SAVED, earlier + alive * kept), *others, *weights, *block]
-        left -= depth * one.block
+            yield before or having, [Term(SAVED, earlier + alive * saved_of_block), *others, *weights, *block]
+        left -= depth * stack.block
 
 
 def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: bool, blocks: int = 2) -> list[Term]:
@@ -230,15 +230,15 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
         earlier = shape.reduced * parameters * shape.learned if shape.microbatches > 1 and summed else 0
         gradients = earlier if reduced is None else earlier + own
         return [Term("gathered weights", shape.gathered * parameters), Term("unsharded gradients", gradients)]
-    kept = job.parallelism.reshard_after_forward == "never" or job.parallelism.backend == "simple_fsdp"
+    stays_gathered = job.parallelism.reshard_after_forward == "never" or job.parallelism.backend == "simple_fsdp"
     # a tied embedding belongs to the root module, which stays gathered
     tied = 0 if shape.head else shape.used * shape.embedding
     if reduced is None:
         # the fused loss runs before the all-gather's buffer is freed
         heads = 2 if shape.fused_loss else 1
         weights = shape.used * shape.head * heads + tied
-        return [Term("gathered weights", shape.gathered * parameters if kept else weights)]
-    weights = shape.gathered * parameters if kept else blocks * shape.gathered * shape.whole + tied
+        return [Term("gathered weights", shape.gathered * parameters if stays_gathered else weights)]
+    weights = shape.gathered * parameters if stays_gathered else blocks * shape.gathered * shape.whole + tied
     return [
         Term("gathered weights", weights),
         Term("unsharded gradients", shape.reduced * reduced * shape.learned + own),
@@ -276,7 +276,7 @@ def saved(shape: Shape) -> float:
     # sum.
     both = tp > 1 and not shape.compiled
     outputs = shape.outputs(1 if both else shape.sequence)
-    matmuls = sum(width for width, one in zip(outputs, shape.kept, strict=True) if one)
+    matmuls = sum(width for width, is_kept in zip(outputs, shape.kept, strict=True) if is_kept)
     attention = used * shape.values + 4 * job.model.n_heads / tp if saves(job, *ATTENTION) else 0
     # scores and indices, and the rows that have arrived: the experts' inputs and, in place of their outputs, their results
     routed = 12 * shape.experts.rows + shape.experts.sent * shape.received if shape.experts else 0
@@ -389,8 +389,8 @@ def _head(shape: Shape, rank: int, constants: Constants) -> Iterator[list[Term]]
         each += (waiting - 1) * shape.used
     elif last:  # eager code and loss parallel have one more copy of the logits: the softmax in float32
         each += shape.used + (waiting - 1) * (shape.used + 4)
-    kept = [Term("kept logits", 2 * constants.kept_logits * logits * shape.microbatches)] if last else []
-    yield [Term("head and loss", each * logits + around), *kept]
+    kept_logits = [Term("kept logits", 2 * constants.kept_logits * logits * shape.microbatches)] if last else []
+    yield [Term("head and loss", each * logits + around), *kept_logits]
 
 
 def _block(shape: Shape) -> Iterator[list[Term]]:

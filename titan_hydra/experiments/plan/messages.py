@@ -18,8 +18,8 @@ def of_step(shape: Shape, rank: int) -> dict[str, float]:
     sparse = blocks - sum(shape.dense[stage] for stage in stages)
     ends = (0 in stages) + (last in stages)
     # a tower's samples are not split by context parallelism
-    split = [one for one in shape.before if one.job.parallelism.cp > 1]
-    earlier = sum(one.layers[0] * _context(one) for one in split) if 0 in stages else 0
+    split = [stack for stack in shape.before if stack.job.parallelism.cp > 1]
+    earlier = sum(stack.layers[0] * _context(stack) for stack in split) if 0 in stages else 0
     neighbours = sum(
         other in range(last + 1) and other not in stages for stage in stages for other in (stage - 1, stage + 1)
     )

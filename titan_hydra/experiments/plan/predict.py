@@ -115,7 +115,7 @@ def objection(prediction: Prediction) -> Fault | None:
     job, peak, capacity = prediction.job, prediction.peak, prediction.capacity_gib
     if prediction.fits != "no":
         return None
-    what = (
+    need = (
         f"about {peak.gib:,.1f} GiB (+-{memory.BAND:.0%}) on rank {peak.rank}, most of it {peak.largest.name} "
         f"({peak.largest.bytes / GIB:,.1f}), and {job.hardware.name if job.hardware.name != 'unknown' else 'a device'} "
         f"has {capacity:,.1f}"
@@ -126,11 +126,11 @@ def objection(prediction: Prediction) -> Fault | None:
         if answer.fits != "no" and not check(other):  # memory is compared first, as `check` takes longer
             (key, old, value), *others = changes
             also = "".join(f" {name}={new}" for name, _, new in others)
-            return Fault(key, old, f"takes {what}", legal=(f"{value}{also} ({answer.peak.gib:,.1f} GiB)",))
+            return Fault(key, old, f"takes {need}", legal=(f"{value}{also} ({answer.peak.gib:,.1f} GiB)",))
     return fault_at(
         job,
         "gpus",
-        f"each of them takes {what}; no change of ac, loss, local_batch or dp_shard alone makes it fit, titan plan searches further",
+        f"each of them takes {need}; no change of ac, loss, local_batch or dp_shard alone makes it fit, titan plan searches further",
     )
 
 
@@ -216,8 +216,8 @@ def on_nodes(job: Job, gpus: int | None) -> Job:
 def not_counted(job: Job) -> list[str]:
     """Return a line for each thing that a data source keeps in device memory and the prediction does not count."""
     sources = ((key, source.name, DATA_SOURCES[source.name].beside) for key, source in data_sources(job.data).items())
-    kept = [f"not counted: {what}, which {key}={name} keeps on each device" for key, name, what in sources if what]
-    return [*kept, *_unknown(job)]
+    lines = [f"not counted: {thing}, which {key}={name} keeps on each device" for key, name, thing in sources if thing]
+    return [*lines, *_unknown(job)]
 
 
 def notes(job: Job) -> list[str]:

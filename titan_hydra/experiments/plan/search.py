@@ -113,9 +113,9 @@ def _exact(job: Job, ranked: Iterable[Prediction], most: int) -> list[Row]:
     stages on a rank, the number of stages that is then the fastest: the approximate times of these differ too little.
     """
     rows: dict[tuple[Any, ...], dict[int, Row]] = {}
-    for one in ranked:
-        row, stages = Row(one, job), one.job.pp_schedule.stages_per_rank
-        if stages not in rows.get(row.key, {}) and not checks.check(one.job):
+    for prediction in ranked:
+        row, stages = Row(prediction, job), prediction.job.pp_schedule.stages_per_rank
+        if stages not in rows.get(row.key, {}) and not checks.check(prediction.job):
             rows.setdefault(row.key, {})[stages] = row
         if len(rows) == most:
             break
@@ -127,8 +127,8 @@ def _exact(job: Job, ranked: Iterable[Prediction], most: int) -> list[Row]:
 
 def _best(rows: list[Row], most: int) -> list[Row]:
     """Return `most` of the rows in their order, those of the Pareto front before all others."""
-    kept = sorted(rows, key=lambda row: not row.front)[:most]
-    return [row for row in rows if row in kept]
+    chosen = sorted(rows, key=lambda row: not row.front)[:most]
+    return [row for row in rows if row in chosen]
 
 
 def _points(job: Job) -> Iterator[Prediction]:
@@ -145,10 +145,12 @@ def _points(job: Job) -> Iterator[Prediction]:
             ):  # a common case: the job does not even fit in the mode that keeps least, so it fits in no mode
                 yield memory
             elif last:
-                fitting = [one for one in map(in_memory, _legal(batches, modes)) if one.fits != "no"]
+                fitting = [
+                    prediction for prediction in map(in_memory, _legal(batches, modes)) if prediction.fits != "no"
+                ]
                 yield fitting[0]
                 if fitting[0].fits == "tight":
-                    yield from [one for one in fitting if one.fits != "tight"][:1]
+                    yield from [prediction for prediction in fitting if prediction.fits != "tight"][:1]
 
 
 def _legal(job: Job, modes: Iterable[str]) -> Iterator[Job]:

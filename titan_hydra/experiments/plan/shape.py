@@ -154,7 +154,7 @@ class Shape:
     @cached_property
     def latents(self) -> float:
         """The number of elements in a token's latents, from which this rank's queries, keys and values are computed."""
-        return sum(one.outputs for one in self.linears if one.whole)
+        return sum(linear.outputs for linear in self.linears if linear.whole)
 
     @cached_property
     def ffn_width(self) -> float:
@@ -188,7 +188,7 @@ class Shape:
         """Return the parameters of a stage on a tensor-parallel rank."""
         last = len(self.layers) - 1
         blocks = self.layers[stage] * self.block - self.dense[stage] * self.lighter
-        earlier = sum(one.layers[0] * one.block for one in self.before) if stage == 0 else 0
+        earlier = sum(stack.layers[0] * stack.block for stack in self.before) if stage == 0 else 0
         return blocks + earlier + self.embedding * (stage == 0) + self.head * (stage == last)
 
     @cached_property
@@ -218,7 +218,8 @@ class Shape:
         tp = self.job.parallelism.tp
         count = ADAPTERS[self.job.adapter.name].parameters
         return sum(
-            count(self.job.adapter, one.share("inputs", tp), one.share("outputs", tp)) for one in adapted(self.job)
+            count(self.job.adapter, linear.share("inputs", tp), linear.share("outputs", tp))
+            for linear in adapted(self.job)
         )
 
     @cached_property
@@ -241,7 +242,7 @@ class Shape:
             if experts
             else []
         )
-        sizes = [one.size(self.job.parallelism.tp) for one in self.linears]
+        sizes = [linear.size(self.job.parallelism.tp) for linear in self.linears]
         return [*sizes[: self.after], *routed, *sizes[self.after :]]
 
     @cached_property
@@ -254,8 +255,8 @@ class Shape:
         listed = [*[linears] * self.after, *routed, *[linears] * (len(self.linears) - self.after)]
         every, rest = mode_of(self.job).matmuls, len(self.linears) - self.after
         parts = [self.after, 1, 3, rest] if self.in_parts else [len(listed)]
-        places = [place for part in parts for place in range(part)]
-        kept = [one and place % every == 0 for place, one in zip(places, listed, strict=True)]
+        indices = [index for part in parts for index in range(part)]
+        kept = [is_saved and index % every == 0 for index, is_saved in zip(indices, listed, strict=True)]
         if self.received or self.in_parts:
             kept[self.after + 3] = True
         if self.in_parts:  # the result of a part is not computed again
@@ -279,15 +280,15 @@ class Shape:
     @cached_property
     def after(self) -> int:
         """The number of a block's linears that come before its feed-forward."""
-        return 1 + [one.column for one in self.linears].index(False)
+        return 1 + [linear.column for linear in self.linears].index(False)
 
     def outputs(self, rows: int) -> list[float]:
         """Return the elements per token in the outputs of a block's matmuls on this rank, in the order of computation.
         Outputs of row-parallel linears are split over `rows` ranks.
         """
         widths = [
-            one.tokens * one.share("outputs", self.job.parallelism.tp) / (1 if one.column else rows)
-            for one in self.linears
+            linear.tokens * linear.share("outputs", self.job.parallelism.tp) / (1 if linear.column else rows)
+            for linear in self.linears
         ]
         return [*widths[: self.after], *(self.experts.outputs if self.experts else ()), *widths[self.after :]]
 
@@ -316,7 +317,7 @@ def _of_decoder(job: Job, stacks: tuple[Stack, ...]) -> Shape:
     """Return the shape of a decoder, and of the towers before it."""
     family, degrees, model = family_of(job.model), job.parallelism, job.model
     linears, experts = family.linears(model), experts_of(job)
-    towers = sum(one.depth * one.parameters for one in stacks)
+    towers = sum(stack.depth * stack.parameters for stack in stacks)
     ends = model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
     table = model.vocab_size * model.dim / degrees.tp
     pp = degrees.pp > 1
@@ -326,7 +327,7 @@ def _of_decoder(job: Job, stacks: tuple[Stack, ...]) -> Shape:
     # as if each block had experts; a rank's share follows below
     block = (family.parameters(model) - towers - ends + dense * less) / number
     # what tensor parallelism does not split
-    whole = sum(one.inputs * one.outputs for one in linears if one.whole) + (
+    whole = sum(stack.inputs * stack.outputs for stack in linears if stack.whole) + (
         experts.number * model.dim if experts else 0
     )
     block = (block - whole) / degrees.tp + whole
@@ -349,7 +350,7 @@ def _of_decoder(job: Job, stacks: tuple[Stack, ...]) -> Shape:
         wrapped=shards * degrees.dp_replicate * (degrees.tp if experts else 1) > 1,
         experts=experts,
     )
-    return replace(shape, before=tuple(_of_tower(shape, one) for one in stacks))
+    return replace(shape, before=tuple(_of_tower(shape, stack) for stack in stacks))
 
 
 def _of_tower(shape: Shape, stack: Stack) -> Shape:
@@ -390,7 +391,7 @@ def _of_stacks(job: Job, stacks: tuple[Stack, ...]) -> Shape:
     """
     family, degrees, samples = family_of(job.model), job.parallelism, microbatch_size(job)
     shards = degrees.dp_shard * degrees.cp
-    around = family.parameters(job.model) - sum(one.depth * one.parameters for one in stacks)
+    around = family.parameters(job.model) - sum(stack.depth * stack.parameters for stack in stacks)
     last = min(2 * job.model.dim**2, around)  # parameters of the output's modulation, which are counted as a head
     shape = Shape(
         job,
@@ -410,7 +411,7 @@ def _of_stacks(job: Job, stacks: tuple[Stack, ...]) -> Shape:
         shards * degrees.dp_replicate > 1,
         None,
     )
-    *first, end = (_of_stack(shape, one) for one in stacks if one.depth)
+    *first, end = (_of_stack(shape, stack) for stack in stacks if stack.depth)
     return replace(end, embedding=shape.embedding, head=last, before=tuple(first))
 
 

@@ -112,7 +112,7 @@ def _sum(passes: Passes) -> Pair:
 def _matmuls(shape: Shape, factors: Factors) -> Pair:
     """Return the seconds of a block's linears and experts. The backward has two matmuls for each matmul of the forward."""
     tp = shape.job.parallelism.tp
-    linears = sum(2 * shape.tokens * one.size(tp) / _rate(shape, one) for one in shape.linears)
+    linears = sum(2 * shape.tokens * linear.size(tp) / _rate(shape, linear) for linear in shape.linears)
     once = linears + _experts(shape, factors)
     return Pair(once, (2 + recomputed(shape).matmuls) * once)
 
@@ -278,7 +278,7 @@ def _call(job: Job) -> float:
 def _span(shape: Shape, block: Pair, first: Pair, head: Pair, exact: bool) -> float:
     """Return the seconds of the pipeline for one local batch. Its first stage also has the work of the towers, `first`."""
     job, last, pp, call = shape.job, len(shape.layers) - 1, len(shape.stages), _call(shape.job)
-    forward, backward = ([layers * one + call for layers in shape.layers] for one in block)
+    forward, backward = ([layers * of_block + call for layers in shape.layers] for of_block in block)
     forward[0] += first.forward
     backward[0] += first.backward
     forward[last] += head.forward

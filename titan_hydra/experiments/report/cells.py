@@ -223,22 +223,22 @@ class ReportCell:
         training.
         """
         tokens = (self.config.get("data.global_batch") or 0) * (self.config.get("data.seq_len") or 0)
-        places: dict[float, float] = {}
+        coordinates: dict[float, float] = {}
         seconds, before = 0.0, 0
         durations, seen = self.column("step_seconds"), self.column("tokens_seen")
         for step in self.column("step"):
             seconds += durations.get(step, 0.0) * (step - before)
             before = step
-            places[step] = {"step": step, "tokens": seen.get(step) or tokens * step, "seconds": seconds}[axis]
-        return places
+            coordinates[step] = {"step": step, "tokens": seen.get(step) or tokens * step, "seconds": seconds}[axis]
+        return coordinates
 
     def on(self, axis: str, steps: Sequence[float]) -> list[float]:
         """Convert steps to coordinates on an axis. The coordinate of an unlogged step is scaled from the last logged
         step.
         """
-        places = self.places(axis)
-        last = places[self.step] / self.step if self.step else 0.0
-        return [places.get(step, step * last) for step in steps]
+        coordinates = self.places(axis)
+        last = coordinates[self.step] / self.step if self.step else 0.0
+        return [coordinates.get(step, step * last) for step in steps]
 
     def experiment(self, *without: str) -> str:
         """Return a text that is equal for cells of the same experiment. It has the values of all keys, except the keys
@@ -256,9 +256,9 @@ class ReportCell:
     def files(self) -> dict[str, str]:
         """The digests of the files that the run has read, by key; after a change that was accepted, of all versions."""
         recorded = self.env.get("files") or {}
-        earlier = [one for one in self.env.get("accepted") or [] if one["attempt"] is not None]
+        earlier = [change for change in self.env.get("accepted") or [] if change["attempt"] is not None]
         return {
-            key: " ".join([*(one["was"] for one in earlier if one["key"] == key), facts["digest"]])
+            key: " ".join([*(change["was"] for change in earlier if change["key"] == key), facts["digest"]])
             for key, facts in recorded.items()
         }
 
@@ -415,7 +415,7 @@ def mean_of(cells: list[ReportCell], over: str) -> Mean:
     name = " ".join(common(names)) or (first.name if first.name == first.directory.name else f"over {over}")
     config = {key: value for key, value in first.config.items() if key != over}
     overrides = [override for override in first.overrides if key_of(override) != over]
-    unreadable = tuple(f"{what} ({cell.name})" for cell in cells for what in cell.unreadable)
+    unreadable = tuple(f"{unread_file} ({cell.name})" for cell in cells for unread_file in cell.unreadable)
     return Mean(
         name,
         first.directory,

@@ -96,13 +96,13 @@ def bar_charts(report: Report) -> Iterator[Bars]:
     speeds, memory = [], []
     for number, row in enumerate(report.rows):
         cell = row.cell
-        what = [
+        remarks = [
             row.speed,
             "baseline" if row is report.reference else None,
             "loss left the band" if row.flagged else None,
         ]
         spread = error_of(cell.of("rate")) if isinstance(cell, Mean) else cell.iqr and cell.iqr / 2
-        speeds.append(Bar(number, cell.rate, row.rate, ", ".join(filter(None, what)), spread))
+        speeds.append(Bar(number, cell.rate, row.rate, ", ".join(filter(None, remarks)), spread))
         change = percent(cell.memory / reference - 1) if cell.memory and reference and not row.baseline else ""
         memory.append(Bar(number, cell.memory, cell.unknown if cell.memory is None else f"{cell.memory:.1f}", change))
     if any(bar.value is not None and isfinite(bar.value) for bar in speeds):
@@ -150,13 +150,13 @@ def lines_of(
     for number, row in enumerate(report.rows):
         if row.cell.state.failure:
             continue
-        found = dict(thin([(step, value) for step, value in values(row.cell).items() if isfinite(value)], report))
-        if len(found) < 2:
+        points = dict(thin([(step, value) for step, value in values(row.cell).items() if isfinite(value)], report))
+        if len(points) < 2:
             continue
         errors = row.cell.errors if name == "loss" and isinstance(row.cell, Mean) else {}
-        low = [loss - errors.get(step, 0) for step, loss in found.items()] if errors else []
-        high = [loss + errors.get(step, 0) for step, loss in found.items()] if errors else []
-        lines.append(Curve(number, _label(report, row), list(found), list(found.values()), low, high))
+        low = [loss - errors.get(step, 0) for step, loss in points.items()] if errors else []
+        high = [loss + errors.get(step, 0) for step, loss in points.items()] if errors else []
+        lines.append(Curve(number, _label(report, row), list(points), list(points.values()), low, high))
     return Lines(name, title, unit, lines)
 
 
@@ -247,13 +247,13 @@ def distances(report: Report) -> Lines:
         base = [reference[step] for step in steps]
         off = [abs(share) for share in off_by(base, [row.cell.losses[step] for step in steps])]
         most = max((share for share in off if isfinite(share)), default=0.0)
-        words = f"left at {row.band.departure}"
+        distance = f"left at {row.band.departure}"
         if row.band.inside:
-            words = f"at most {most:.1e}" if most else "the same bits"
+            distance = f"at most {most:.1e}" if most else "the same bits"
         lines.append(
             Curve(
                 number,
-                f"{row.label}: {words}",
+                f"{row.label}: {distance}",
                 thin(steps, report),
                 [share if share and isfinite(share) else None for share in thin(off, report)],
             )
@@ -283,12 +283,12 @@ def scaling(report: Report) -> Lines:
     """Chart the tokens per second of all devices over the number of devices. A label ends with the scaling efficiency:
     the rate on the largest number of devices as a fraction of ideal scaling.
     """
-    found: dict[str, list[int]] = {}
+    rows_by_experiment: dict[str, list[int]] = {}
     for number, row in enumerate(report.rows):
         if row.cell.rate and row.cell.gpus:
-            found.setdefault(row.cell.experiment(*GROWS), []).append(number)
+            rows_by_experiment.setdefault(row.cell.experiment(*GROWS), []).append(number)
     lines = []
-    for curve in found.values():
+    for curve in rows_by_experiment.values():
         rows = sorted((report.rows[number] for number in curve), key=lambda row: row.cell.gpus)
         devices, totals = [row.cell.gpus for row in rows], [row.cell.rate * row.cell.gpus for row in rows]
         if len(set(devices)) < 2:

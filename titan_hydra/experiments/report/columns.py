@@ -35,10 +35,10 @@ class MetricColumn(Mapping[int, float]):
         self.steps, self.numbers = steps or array("q"), numbers or array("d")
 
     def __getitem__(self, step: int) -> float:
-        place = bisect_left(self.steps, step)
-        if place == len(self.steps) or self.steps[place] != step:
+        index = bisect_left(self.steps, step)
+        if index == len(self.steps) or self.steps[index] != step:
             raise KeyError(step)
-        return self.numbers[place]
+        return self.numbers[index]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.steps)
@@ -57,11 +57,11 @@ def columns_of(rows: list[dict[str, Any]]) -> dict[str, MetricColumn]:
     """
     ascending = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
     steps = array("q", ascending)
-    found = {"step": MetricColumn(steps, array("d", steps))}
+    columns = {"step": MetricColumn(steps, array("d", steps))}
     for name in (*KEPT, *dict.fromkeys(name for row in rows for name in row if "/" in name)):
         known = {step: value for step, row in ascending.items() if isinstance(value := row.get(name), int | float)}
         if known:
-            found[name] = MetricColumn(
+            columns[name] = MetricColumn(
                 steps if len(known) == len(steps) else array("q", known), array("d", known.values())
             )
-    return found
+    return columns

@@ -109,11 +109,11 @@ def refuse_foreign(path: Path) -> None:
 def side(directory: Path) -> Side:
     """Read a run. The results of a run that is not done are the numbers of the last logged step."""
     state = rundir.inspect(directory)
-    found = layout.RESULT.read(directory) if state.kind == "done" else None
+    results = layout.RESULT.read(directory) if state.kind == "done" else None
     last = layout.METRICS.last(directory)
-    found = found or {key: last.get(LIVE.get(key, key)) for key, _, _ in RESULTS}
+    results = results or {key: last.get(LIVE.get(key, key)) for key, _, _ in RESULTS}
     return Side(
-        directory, flat(layout.CONFIG.read(directory)), layout.ENV.read(directory), state.damage or state.kind, found
+        directory, flat(layout.CONFIG.read(directory)), layout.ENV.read(directory), state.damage or state.kind, results
     )
 
 
@@ -123,8 +123,8 @@ def comparison(a: Side, b: Side, tolerance: float) -> dict[str, Any]:
     steps, curves = logged_by_both(a.directory, b.directory, tolerance)
     return {
         **{
-            name: {"run": str(one.directory), "state": one.state, "results": one.results}
-            for name, one in (("a", a), ("b", b))
+            name: {"run": str(compared.directory), "state": compared.state, "results": compared.results}
+            for name, compared in (("a", a), ("b", b))
         },
         "configuration": [
             {"key": key, "a": a.config.get(key), "b": b.config.get(key), "changes": changes} for key, changes in keys
@@ -182,8 +182,8 @@ def unit_of(key: str, help: str) -> str:
     for pattern, unit in UNITS:
         if re.search(pattern, key):
             return unit
-    words = re.match(UNIT_WORDS, help)
-    return words[1] if words else ""
+    match = re.match(UNIT_WORDS, help)
+    return match[1] if match else ""
 
 
 def _environment(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -345,7 +345,7 @@ def _where_to_look(key: TraceKey) -> str:
 
 def traces(run: Path) -> dict[int, dict[TraceKey, dict[str, Any]]]:
     """Return the traced tensors of all ranks by step. If a step was repeated, the tensors of the newest attempt count."""
-    found: dict[int, dict[TraceKey, dict[str, Any]]] = {}
+    by_step: dict[int, dict[TraceKey, dict[str, Any]]] = {}
     for attempt in layout.ATTEMPT.all(run).values():
         for rank in layout.ACTIVATIONS.all(attempt):
             own: dict[int, dict[TraceKey, Any]] = {}
@@ -353,8 +353,8 @@ def traces(run: Path) -> dict[int, dict[TraceKey, dict[str, Any]]]:
                 key = TraceKey(rank, row["pass"], row["what"], row["module"], row["call"])
                 own.setdefault(row["step"], {})[key] = row
             for step, rows in own.items():
-                found.setdefault(step, {}).update(rows)
-    return found
+                by_step.setdefault(step, {}).update(rows)
+    return by_step
 
 
 def _same(x: float | None, y: float | None) -> bool:

@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="logs of other programs, as further rows: TorchTitan's or Megatron-LM's log, a folder of TensorBoard, a .csv",
     )
-    for name, (file, what, _) in forms().items():
-        parser.add_argument(f"--{name}", action="store_true", help=f"{what}, printed, or written as {file} with -o")
-    for name, (what, _) in of_all("REPORT_CHANGES").items():
-        parser.add_argument(f"--{name}", action="store_true", help=what)
+    for name, (file, purpose, _) in forms().items():
+        parser.add_argument(f"--{name}", action="store_true", help=f"{purpose}, printed, or written as {file} with -o")
+    for name, (purpose, _) in of_all("REPORT_CHANGES").items():
+        parser.add_argument(f"--{name}", action="store_true", help=purpose)
     parser.add_argument(
         "--json",
         action="store_true",

@@ -84,7 +84,7 @@ def value_of(cell: ReportCell, key: str) -> object:
 
 def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> list[Difference]:
     """Return the keys that must be equal in all cells but differ, each with whether the sweep varies it on purpose."""
-    found = []
+    unequal = []
     for key in (*EQUAL, *PLACE):
         values: dict[object, list[str]] = {}
         for cell, label in zip(cells, labels, strict=True):
@@ -93,8 +93,8 @@ def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> 
         if len(values) > 1:
             shown = {shown_value(key, value, values): of for value, of in values.items()}
             purpose = on_purpose(key, swept) or (key == "data.global_batch" and even(cells, swept))
-            found.append(Difference(key, shown, key in WORK, key in LEARNING, purpose))
-    return found + list(differences_of_files(cells, labels))
+            unequal.append(Difference(key, shown, key in WORK, key in LEARNING, purpose))
+    return unequal + list(differences_of_files(cells, labels))
 
 
 def differences_of_files(cells: list[ReportCell], labels: list[str]) -> Iterator[Difference]:
@@ -158,7 +158,7 @@ def value_typed(cell: ReportCell, key: str) -> Any:
     return typed[-1] if typed else None
 
 
-def refuse(found: list[Difference], allowed: set[str]) -> None:
+def refuse(unequal: list[Difference], allowed: set[str]) -> None:
     """Raise ConfigError with a line for each difference. Differences on purpose, those in `allowed`, and those that
     change only the held-out loss are accepted.
     """
@@ -171,7 +171,7 @@ def refuse(found: list[Difference], allowed: set[str]) -> None:
         raise ConfigError(f"--allow {unknown[0]}: not a key that must be equal{hint}")
     lines = [
         f"{difference}; leave cells out, or --allow {difference.key}"
-        for difference in found
+        for difference in unequal
         if not (difference.purpose or difference.key in HELD_OUT or is_allowed(difference.key, allowed))
     ]
     if lines:

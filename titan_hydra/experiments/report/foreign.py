@@ -105,8 +105,8 @@ class ForeignCell(ReportCell):
 
     def on(self, axis: str, steps: Sequence[float]) -> list[float]:
         """Convert steps to coordinates on an axis; NaN if they are not known."""
-        places = self.places(axis)
-        return [places.get(step, nan) for step in steps]
+        coordinates = self.places(axis)
+        return [coordinates.get(step, nan) for step in steps]
 
 
 def foreign_cells(files: Sequence[Path]) -> list[ForeignCell]:
@@ -136,11 +136,11 @@ def _cells_of(file: Path) -> list[ForeignCell]:
     beside = Path(f"{file}.yaml")
     stated = read_keys(Statement, beside) if beside.exists() else Statement()
     columns = {own: name for own in ("step", "loss", "rate") if (name := getattr(stated, f"{own}_column"))}
-    found = read_foreign(file, columns)
+    logs = read_foreign(file, columns)
     stem = file.name if file.is_dir() or ".tfevents." in file.name else file.name.partition(".")[0] or file.name
     return [
         _cell(file, stated, " ".join(filter(None, (stated.label or (stem if not run else ""), run))), log)
-        for run, log in found.items()
+        for run, log in logs.items()
     ]
 
 

@@ -93,19 +93,19 @@ class ForeignLog:
         steps, values = self.columns.get(name, (array("q"), array("d")))
         if len(steps) > 2 and steps[0] > steps[-1] and all(a >= b for a, b in pairwise(steps)):
             steps, values = steps[::-1], values[::-1]  # a table with its newest row first
-        kept, numbers, back = array("q"), array("d"), 0
+        ascending, numbers, back = array("q"), array("d"), 0
         for step, value in zip(steps, values, strict=True):
-            if kept and step <= kept[-1]:
-                again = step < kept[-1]
-                place = bisect_left(kept, step)
-                del kept[place:], numbers[place:]
+            if ascending and step <= ascending[-1]:
+                again = step < ascending[-1]
+                index = bisect_left(ascending, step)
+                del ascending[index:], numbers[index:]
                 if again:
                     back += 1
                     if name in CLOCKED:
                         continue
-            kept.append(step)
+            ascending.append(step)
             numbers.append(value)
-        return MetricColumn(kept, numbers), back
+        return MetricColumn(ascending, numbers), back
 
 
 def read_foreign(file: Path, columns: dict[str, str]) -> dict[str, ForeignLog]:
@@ -159,8 +159,8 @@ def step_in(text: Any) -> int | None:
 
 def _log(file: Path) -> ForeignLog:
     """Read the lines of TorchTitan or Megatron-LM. If lines name their rank, those of the first such rank count."""
-    found, rank = ForeignLog(""), None
-    for raw in _lines(file, found.damage):
+    log, rank = ForeignLog(""), None
+    for raw in _lines(file, log.damage):
         if not any(
             word in raw
             for word in ("step:", "iteration", "total parameters", "seq_length", "world_size", "max reserved")
@@ -170,16 +170,16 @@ def _log(file: Path) -> ForeignLog:
         named = RANK.match(line)
         if named and rank not in (None, named[1]):
             continue
-        if _titan_line(line, found) or _megatron_line(line, found):
+        if _titan_line(line, log) or _megatron_line(line, log):
             rank = named[1] if named else rank
-    if not found.columns:
-        raise ConfigError(_nothing(file, found))
-    return found
+    if not log.columns:
+        raise ConfigError(_nothing(file, log))
+    return log
 
 
-def _nothing(file: Path, found: ForeignLog) -> str:
-    if found.damage:
-        return f"{file}: no row of a run: {found.damage[0]}"
+def _nothing(file: Path, log: ForeignLog) -> str:
+    if log.damage:
+        return f"{file}: no row of a run: {log.damage[0]}"
     if not file.stat().st_size:
         return f"{file}: is empty"
     return (
@@ -188,32 +188,32 @@ def _nothing(file: Path, found: ForeignLog) -> str:
     )
 
 
-def _titan_line(line: str, found: ForeignLog) -> bool:
+def _titan_line(line: str, log: ForeignLog) -> bool:
     """Add what a line of TorchTitan holds. Return whether it is one with numbers of a step."""
     if size := TITAN_SIZE.search(line):
-        found.facts["parameters"] = int(size[1].replace(",", ""))
+        log.facts["parameters"] = int(size[1].replace(",", ""))
     match = TITAN.search(line)
     if not match or not TITAN_PARTS["tokens_per_second"].search(match[4]):
         return False
-    found.program, step, loss = "TorchTitan", int(match[2]), number_in(match[3])
+    log.program, step, loss = "TorchTitan", int(match[2]), number_in(match[3])
     if step >= STEPS:
         return False
     if match[1]:
-        found.add(step, {"validation_loss": loss})
+        log.add(step, {"validation_loss": loss})
         return True
     parts = {name: number_in(part[1]) for name, pattern in TITAN_PARTS.items() if (part := pattern.search(match[4]))}
-    found.add(step, {"loss": loss} | parts)
+    log.add(step, {"loss": loss} | parts)
     return True
 
 
-def _megatron_line(line: str, found: ForeignLog) -> bool:
+def _megatron_line(line: str, log: ForeignLog) -> bool:
     """Add what a line of Megatron-LM holds. Return whether it is one with numbers of an iteration."""
     if fact := MEGATRON_FACT.search(line):
-        found.facts[{"seq_length": "seq_len", "world_size": "gpus"}[fact[1]]] = int(fact[2])
+        log.facts[{"seq_length": "seq_len", "world_size": "gpus"}[fact[1]]] = int(fact[2])
     if (memory := MEGATRON_MEMORY.search(line)) and "memory (MB)" in line:
-        found.facts["memory_mib"] = max(found.facts.get("memory_mib", 0), round(float(memory[1])))
+        log.facts["memory_mib"] = max(log.facts.get("memory_mib", 0), round(float(memory[1])))
     if (held_out := MEGATRON_HELD_OUT.search(line)) and not held_out[2]:
-        found.add(int(held_out[1]), {"validation_loss": number_in(held_out[3])})
+        log.add(int(held_out[1]), {"validation_loss": number_in(held_out[3])})
         return True
     match = MEGATRON.search(line)
     if not match or int(match[1]) >= STEPS:
@@ -221,12 +221,12 @@ def _megatron_line(line: str, found: ForeignLog) -> bool:
     parts = {part[1].lower(): number_in(part[2]) for text in match[2].split("|") if (part := MEGATRON_PART.match(text))}
     if not parts:
         return False
-    found.program = "Megatron-LM"
+    log.program = "Megatron-LM"
     values = {own: parts[name] for name in parts if (own := OURS.get(name)) and own != "step"}
     for name, unit in (("elapsed time per iteration (ms)", 1e-3), ("elapsed time per iteration (s)", 1.0)):
         if (elapsed := parts.get(name)) is not None:
             values["step_seconds"] = elapsed * unit
-    found.add(int(match[1]), values)
+    log.add(int(match[1]), values)
     return True
 
 
@@ -242,23 +242,23 @@ def _csv(file: Path, stated: dict[str, str]) -> dict[str, ForeignLog]:
     names = [name.strip() for name in next(csv.reader([head], delimiter=delimiter), [])]
     if not names:
         raise ConfigError(f"{file}: {f'no row of a run: {damage[0]}' if damage else 'is empty'}")
-    places = _places(file, names, stated)
-    at = next(place for place, key in places.items() if key == ("", "step"))
-    runs = dict.fromkeys(run for run, own in places.values() if own != "step")
-    found = {run: ForeignLog("CSV", damage=damage) for run in runs}
+    columns = _places(file, names, stated)
+    at = next(index for index, key in columns.items() if key == ("", "step"))
+    runs = dict.fromkeys(run for run, column in columns.values() if column != "step")
+    logs = {run: ForeignLog("CSV", damage=damage) for run in runs}
     for line in _rows(lines, delimiter):
         step = step_in(line[at]) if line and at < len(line) else None
         if step is None:
-            for log in found.values():
+            for log in logs.values():
                 log.damaged_rows += 1
             continue
-        for place, (run, own) in places.items():
-            if own != "step" and place < len(line):
-                found[run].add(step, {own: number_in(line[place])})
-    for run, log in found.items():
+        for index, (run, column) in columns.items():
+            if column != "step" and index < len(line):
+                logs[run].add(step, {column: number_in(line[index])})
+    for run, log in logs.items():
         if not log.columns:
             raise ConfigError(f"{file}: no row of a run{f' {run}' if run else ''} has a step and a number")
-    return found
+    return logs
 
 
 def _rows(lines: Iterator[str], delimiter: str) -> Iterator[list[str]]:
@@ -275,32 +275,32 @@ def _places(file: Path, names: list[str], stated: dict[str, str]) -> dict[int, t
     number is missing.
     """
     listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    for own, name in stated.items():
+    for column, name in stated.items():
         if name not in names:
-            raise ConfigError(f"{file}.yaml: {own}_column={name}: no such column in {file.name}; columns: {listed}")
-    mine = {name: {"rate": "tokens_per_second"}.get(own, own) for own, name in stated.items()}
-    places: dict[int, tuple[str, str]] = {}
-    for place, name in enumerate(names):
+            raise ConfigError(f"{file}.yaml: {column}_column={name}: no such column in {file.name}; columns: {listed}")
+    mine = {name: {"rate": "tokens_per_second"}.get(column, column) for column, name in stated.items()}
+    columns: dict[int, tuple[str, str]] = {}
+    for index, name in enumerate(names):
         run, _, metric = name.rpartition(" - ")
-        own = mine.get(name) or OURS.get(metric.strip().lower())
-        if own is None or metric.endswith(("__MIN", "__MAX")) or (own in mine.values() and name not in mine):
+        column = mine.get(name) or OURS.get(metric.strip().lower())
+        if column is None or metric.endswith(("__MIN", "__MAX")) or (column in mine.values() and name not in mine):
             continue
-        key = ("" if own == "step" else run, own)
-        if key not in places.values():
-            places[place] = key
-    if ("", "step") not in places.values():
+        key = ("" if column == "step" else run, column)
+        if key not in columns.values():
+            columns[index] = key
+    if ("", "step") not in columns.values():
         raise ConfigError(f"{file}: no column of steps; columns: {listed}; name it as step_column in {file.name}.yaml")
-    if not any(own in ("loss", "tokens_per_second", "validation_loss") for _, own in places.values()):
+    if not any(column in ("loss", "tokens_per_second", "validation_loss") for _, column in columns.values()):
         raise ConfigError(
             f"{file}: no column of losses or tokens/s; columns: {listed}; name it as loss_column or rate_column in {file.name}.yaml"
         )
-    return places
+    return columns
 
 
 def _json_lines(file: Path) -> ForeignLog:
     """Read an object of each line, as `run.history()` of wandb gives them."""
-    found = ForeignLog("JSON lines")
-    for line in _lines(file, found.damage):
+    log = ForeignLog("JSON lines")
+    for line in _lines(file, log.damage):
         row: Any = None
         with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
@@ -311,12 +311,12 @@ def _json_lines(file: Path) -> ForeignLog:
         )
         step = step_in(values.pop("step", None))
         if step is None:
-            found.damaged_rows += bool(line.strip())
+            log.damaged_rows += bool(line.strip())
         else:
-            found.add(step, {name: number_in(value) for name, value in values.items()})
-    if not found.columns:
-        raise ConfigError(_nothing(file, found))
-    return found
+            log.add(step, {name: number_in(value) for name, value in values.items()})
+    if not log.columns:
+        raise ConfigError(_nothing(file, log))
+    return log
 
 
 def _tensorboard(folder: Path) -> ForeignLog:
@@ -330,12 +330,12 @@ def _tensorboard(folder: Path) -> ForeignLog:
         raise ConfigError(
             f"{folder}: holds {len(homes)} runs, and one is needed: {names}{', ...' if len(homes) > 6 else ''}"
         )
-    found = ForeignLog("TensorBoard")
+    log = ForeignLog("TensorBoard")
     for file in files:
-        _events(file, found)
-    if not found.columns:
-        raise ConfigError(f"{folder}: no scalar of a known name in it{f'; {found.damage[0]}' if found.damage else ''}")
-    return found
+        _events(file, log)
+    if not log.columns:
+        raise ConfigError(f"{folder}: no scalar of a known name in it{f'; {log.damage[0]}' if log.damage else ''}")
+    return log
 
 
 def _began(file: Path) -> tuple[int, str]:
@@ -344,7 +344,7 @@ def _began(file: Path) -> tuple[int, str]:
     return int(time[1]) if time else 0, str(file)
 
 
-def _events(file: Path, found: ForeignLog) -> None:
+def _events(file: Path, log: ForeignLog) -> None:
     """Add the scalars of one file. What stands behind a damage is not read."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.util.tensor_util import make_ndarray
@@ -352,15 +352,15 @@ def _events(file: Path, found: ForeignLog) -> None:
     try:
         for event in LegacyEventFileLoader(str(file)).Load():
             for value in event.summary.value:
-                own = OURS.get(value.tag.lower())
+                column = OURS.get(value.tag.lower())
                 if (
-                    own not in (None, "step")
+                    column not in (None, "step")
                     and value.WhichOneof("value") in ("simple_value", "tensor")
                     and event.step >= 0
                 ):
                     simple = value.WhichOneof("value") == "simple_value"
                     with contextlib.suppress(ValueError, TypeError):
                         number = value.simple_value if simple else number_in(make_ndarray(value.tensor).item())
-                        found.add(event.step, {own: number})
+                        log.add(event.step, {column: number})
     except Exception as error:  # of protobuf and of tensorboard's reader, which have no common class
-        found.damage.append(f"{file.name} cannot be read to its end: {' '.join(str(error).split())[:200]}")
+        log.damage.append(f"{file.name} cannot be read to its end: {' '.join(str(error).split())[:200]}")

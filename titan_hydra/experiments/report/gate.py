@@ -78,8 +78,8 @@ def gate_main(args: Namespace, forms: tuple[str, ...]) -> int:
     checks = list(checks_of(gate, args.target, args.runs, allowed))
     missed = sum(not check.passed for check in checks)
     if args.json:
-        words = {"gate": str(args.gate), "passed": not missed, "missed": missed}
-        print(to_json({"name": args.target, **words, "checks": [asdict(check) for check in checks]}))
+        result = {"gate": str(args.gate), "passed": not missed, "missed": missed}
+        print(to_json({"name": args.target, **result, "checks": [asdict(check) for check in checks]}))
     else:
         verdict = f"missed: {missed} of {counted(len(checks), 'check')}" if missed else "passed"
         print(*checks, f"{args.gate}: {verdict}", sep="\n")
@@ -163,8 +163,8 @@ def _single(name: str, runs: Path) -> ReportCell:
     from titan_hydra.experiments.runs.find import Selection
 
     cell = choose_one(name, runs)
-    (found,) = gather(Selection(name, [cell]))
-    return found
+    (cell_of_run,) = gather(Selection(name, [cell]))
+    return cell_of_run
 
 
 def _speed(label: str, cell: ReportCell, baseline: ReportCell, tolerance: float, allowed: Set[str]) -> GateCheck:
@@ -203,17 +203,17 @@ def not_alike(cell: ReportCell, baseline: ReportCell, allowed: Set[str]) -> str 
     for name in dict.fromkeys((*compare.WORK, *data, "gpus", "device")):
         if compare.is_allowed(name, allowed):
             continue
-        own, other = (compare.value_of(one, name) for one in (cell, baseline))
+        own, other = (compare.value_of(value, name) for value in (cell, baseline))
         if own is not compare.UNKNOWN and own == other:
             continue
         if compare.UNKNOWN in (own, other) and own is other and name not in ("gpus", "device"):
             continue  # a key that neither run has
         values: list[Any] = [
-            "not known" if one is compare.UNKNOWN else compare.shown_value(name, one, (own, other))
-            for one in (own, other)
+            "not known" if value is compare.UNKNOWN else compare.shown_value(name, value, (own, other))
+            for value in (own, other)
         ]
         return f"{name} differs: {values[0]}; in the baseline {values[1]}; --allow {name} compares them"
-    read = {key for one in (cell, baseline) for key in one.files if key.startswith("data.")}
+    read = {key for value in (cell, baseline) for key in value.files if key.startswith("data.")}
     for name in sorted(read):
         if cell.files.get(name) != baseline.files.get(name) and not compare.is_allowed(name, allowed):
             return f"{name}: the runs have read other bytes"

@@ -113,13 +113,25 @@ def data(report: Report) -> dict[str, Any]:
         {"kind": "histogram" if chart.name == "step_seconds" else "lines", **asdict(chart)}
         for chart in charts.drawn(report)
     ]
-    drawn += [pipeline(number, one) for number, one in enumerate(timeline.pipelines(report), start=1)]
+    drawn += [
+        pipeline(number, chart_or_line) for number, chart_or_line in enumerate(timeline.pipelines(report), start=1)
+    ]
     for chart in drawn:
-        for one in (*chart.get("lines", ()), *chart.get("bars", ())):
-            one.update(
-                {name: [digits(value) for value in values] for name, values in one.items() if isinstance(values, list)}
+        for chart_or_line in (*chart.get("lines", ()), *chart.get("bars", ())):
+            chart_or_line.update(
+                {
+                    name: [digits(value) for value in values]
+                    for name, values in chart_or_line.items()
+                    if isinstance(values, list)
+                }
             )
-            one.update({name: None for name, value in one.items() if isinstance(value, float) and not isfinite(value)})
+            chart_or_line.update(
+                {
+                    name: None
+                    for name, value in chart_or_line.items()
+                    if isinstance(value, float) and not isfinite(value)
+                }
+            )
     runs = [_run(look, row, report) for look, row in zip(charts.looks(report), report.rows, strict=True)]
     return {"runs": runs, "charts": drawn}
 
@@ -135,16 +147,16 @@ def digits(value: float | None) -> float | None:
     return int(value) if value.is_integer() else float(f"{value:.6g}")
 
 
-def pipeline(number: int, one: timeline.Timeline) -> dict[str, Any]:
+def pipeline(number: int, drawn: timeline.Timeline) -> dict[str, Any]:
     """Return the data of a pipeline's timeline: its boxes, and the names of the kinds of box that occur."""
-    kinds = {box.kind for box in one.boxes}
+    kinds = {box.kind for box in drawn.boxes}
     return {
         "kind": "timeline",
         "name": f"pipeline-{number}",
-        "title": one.title,
+        "title": drawn.title,
         "unit": "",
-        "note": one.note,
-        "boxes": [{**asdict(box), "length": box.length} for box in one.boxes],
+        "note": drawn.note,
+        "boxes": [{**asdict(box), "length": box.length} for box in drawn.boxes],
         "kinds": [(name, kind) for kind, name in timeline.NAMES.items() if kind in kinds],
     }
 
@@ -154,7 +166,7 @@ def _run(look: charts.Look, row: ReportRow, report: Report) -> dict[str, Any]:
     on each axis.
     """
     axes = {
-        axis: [digits(place) for place in charts.thin(list(row.cell.places(axis).values()), report)]
+        axis: [digits(coordinate) for coordinate in charts.thin(list(row.cell.places(axis).values()), report)]
         for axis in charts.AXES
     }
     return {
@@ -215,7 +227,7 @@ def environment(report: Report) -> dict[str, Any]:
     alike = {name: max(set(values) - {NONE}) for name, values in facts.items() if len(set(values) - {NONE}) == 1}
     others = [name for name in facts if name not in alike]
     apart = (
-        [[row.label, *(facts[name][place] for name in others)] for place, row in enumerate(report.rows)]
+        [[row.label, *(facts[name][index] for name in others)] for index, row in enumerate(report.rows)]
         if others
         else []
     )
@@ -234,11 +246,11 @@ def commands(report: Report) -> Iterable[str]:
         yield ""
     typed = {key_of(word) for word in sweep["command"]} | {"sweeps", "sweep.cell"} if sweep else set()
     for row in report.own:
-        for one in row.cell.single:
+        for run in row.cell.single:
             # with +sweeps, some overrides come from the sweep's file and were not typed
-            implied = any(key_of(word) == "sweeps" for word in one.overrides)
-            words = [word for word in one.overrides if not implied or key_of(word) in typed or not typed]
-            yield f"# {row.label}: {one.directory.name}"
+            implied = any(key_of(word) == "sweeps" for word in run.overrides)
+            words = [word for word in run.overrides if not implied or key_of(word) in typed or not typed]
+            yield f"# {row.label}: {run.directory.name}"
             yield f"python launch.py {quoted(words)}".rstrip()
 
 

@@ -68,8 +68,8 @@ def figure(height: float) -> tuple[Figure, Axes]:
     """
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(WIDTH, height), layout="constrained")
-    return made, made.subplots()
+    empty = Figure(figsize=(WIDTH, height), layout="constrained")
+    return empty, empty.subplots()
 
 
 def below(drawn: Figure, origin: str) -> None:
@@ -94,17 +94,17 @@ def draw_bars(report: Report, chart: Bars) -> Figure:
     """
     drawn, axes = figure(1.7 + 0.36 * len(chart.bars))
     width = 8 + 6.5 * max(len(bar.text) for bar in chart.bars)  # width in points of the column of values
-    for place, (row, bar) in enumerate(zip(report.rows, chart.bars, strict=True)):
+    for height, (row, bar) in enumerate(zip(report.rows, chart.bars, strict=True)):
         flagged, known = row.flagged, _known(bar)
         if known:
             colour = LIGHT["base" if row is report.reference else "red" if flagged else "blue"]
             hatch: dict[str, Any] = {"hatch": "////", "edgecolor": LIGHT["wash"]} if flagged else {}
-            axes.barh(place, bar.value, height=0.64, color=colour, alpha=0.55 if row.cell.partial else 1, **hatch)
+            axes.barh(height, bar.value, height=0.64, color=colour, alpha=0.55 if row.cell.partial else 1, **hatch)
         if known and bar.spread and isfinite(bar.spread):
             axes.plot(
-                [bar.value - bar.spread, bar.value + bar.spread], [place, place], color=LIGHT["ink"], linewidth=1.1
+                [bar.value - bar.spread, bar.value + bar.spread], [height, height], color=LIGHT["ink"], linewidth=1.1
             )
-        _annotate(axes, place, width, bar, row)
+        _annotate(axes, height, width, bar, row)
         if known and row is report.reference:
             axes.axvline(bar.value, color=LIGHT["base"], linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     if chart.limit:
@@ -131,7 +131,7 @@ def _known(bar: Bar) -> bool:
     return bar.value is not None and isfinite(bar.value)
 
 
-def _annotate(axes: Axes, place: int, width: float, bar: Bar, row: ReportRow) -> None:
+def _annotate(axes: Axes, height: int, width: float, bar: Bar, row: ReportRow) -> None:
     """Write a bar's value to the right of the axes, in a column of `width` points, and the bar's remark beside this
     column.
     """
@@ -143,9 +143,9 @@ def _annotate(axes: Axes, place: int, width: float, bar: Bar, row: ReportRow) ->
     }
     colour = LIGHT["ink" if _known(bar) else "red" if row.cell.lost else "soft"]
     weight = "bold" if _known(bar) else "normal"
-    axes.annotate(bar.text, (1, place), (width, 0), ha="right", fontweight=weight, color=colour, **beside)
+    axes.annotate(bar.text, (1, height), (width, 0), ha="right", fontweight=weight, color=colour, **beside)
     remark = LIGHT["red" if row.flagged else "soft"]
-    axes.annotate(bar.remark, (1, place), (width + 10, 0), fontsize=8.5, color=remark, **beside)
+    axes.annotate(bar.remark, (1, height), (width + 10, 0), fontsize=8.5, color=remark, **beside)
 
 
 def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
@@ -156,31 +156,31 @@ def lines(report: Report, chart: Lines, axis: str, log: bool) -> Figure:
         axes.fill_between(
             report.baseline.cell.on(axis, steps), limit, color=LIGHT["rule"], alpha=0.4, linewidth=0, label=name
         )
-    for one in chart.lines:
-        row = report.rows[one.row] if one.row >= 0 else None
-        style = styles[one.row] if row else Look("base", "dash")
+    for curve in chart.lines:
+        row = report.rows[curve.row] if curve.row >= 0 else None
+        style = styles[curve.row] if row else Look("base", "dash")
         look: dict[str, Any] = {"color": LIGHT[style.colour], "linestyle": STYLES[style.dash], "linewidth": 1.3}
         if style.baseline:
             look = {"color": LIGHT["base"], "linewidth": 4, "alpha": 0.45}
         elif row and row.flagged:
             look["color"] = LIGHT["red"]
-        if one.faint:
+        if curve.faint:
             look |= {"linewidth": 0.8, "alpha": 0.45}
-        if len(one.x) == 1:
+        if len(curve.x) == 1:
             look |= {"linestyle": "", "alpha": 1}
-        x = row.cell.on(axis, one.x) if row and chart.over == "step" else one.x
-        marker = MARKERS[style.dash] if len(one.x) < 12 and row else None
-        y = [float("nan") if value is None else value for value in one.y]
+        x = row.cell.on(axis, curve.x) if row and chart.over == "step" else curve.x
+        marker = MARKERS[style.dash] if len(curve.x) < 12 and row else None
+        y = [float("nan") if value is None else value for value in curve.y]
         axes.plot(
             x,
             y,
-            label="" if one.faint else short(one.label, 60),
-            marker=None if one.faint else marker,
-            markersize=3.5 if len(one.x) > 1 else 6,
+            label="" if curve.faint else short(curve.label, 60),
+            marker=None if curve.faint else marker,
+            markersize=3.5 if len(curve.x) > 1 else 6,
             **look,
         )
-        if one.low:
-            axes.fill_between(x, one.low, one.high, color=look["color"], alpha=0.15, linewidth=0)
+        if curve.low:
+            axes.fill_between(x, curve.low, curve.high, color=look["color"], alpha=0.15, linewidth=0)
     scale(axes, chart, log)
     if chart.over == "step" and axis == "step":
         axes.locator_params(axis="x", integer=True)
@@ -208,19 +208,19 @@ def scale(axes: Axes, chart: Lines, log: bool) -> None:
     Other axes are logarithmic with `log`, or if sizes span a factor of ten.
     """
     if chart.over == "devices":
-        counts = sorted({count for one in chart.lines for count in one.x})
+        counts = sorted({count for curve in chart.lines for count in curve.x})
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(count) for count in counts])
         axes.minorticks_off()
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.3g}" if value < 1e3 else f"{value / 1e3:,.4g}k")
     else:
-        sizes = [x for one in chart.lines for x in one.x] if chart.over != "step" else []
+        sizes = [x for curve in chart.lines for x in curve.x] if chart.over != "step" else []
         if sizes and max(sizes) > 10 * min(sizes):
             axes.set_xscale("log")
         if not sizes:
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-        if chart.log or (log and all(value is None or value > 0 for one in chart.lines for value in one.y)):
+        if chart.log or (log and all(value is None or value > 0 for curve in chart.lines for value in curve.y)):
             axes.set_yscale("log")
         if log and not chart.log:
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

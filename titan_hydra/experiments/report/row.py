@@ -140,12 +140,12 @@ def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str
 def speed_of(cell: ReportCell, baseline: ReportCell, drift: float) -> tuple[float, float | None, str]:
     """Return the relative difference between the tokens/s of two cells, its noise, and why it is not reliable."""
     difference = cell.rate / baseline.rate - 1
-    sizes = [abs(one.noise / baseline.rate) for one in (cell, baseline) if one.noise is not None]
+    sizes = [abs(side.noise / baseline.rate) for side in (cell, baseline) if side.noise is not None]
     noise = max(*sizes, drift) if len(sizes) == 2 else None
     doubt = ""
-    if any(one.measured is not None and one.measured < FEW for one in (cell, baseline)):
+    if any(side.measured is not None and side.measured < FEW for side in (cell, baseline)):
         doubt = FEW_STEPS
-    elif any(isinstance(one, Mean) and len(one.of("rate")) < 2 for one in (cell, baseline)):
+    elif any(isinstance(side, Mean) and len(side.of("rate")) < 2 for side in (cell, baseline)):
         doubt = ONE_RUN
     elif noise is not None and abs(difference) < noise:
         doubt = NOISE
@@ -190,7 +190,7 @@ def _lowest(row: ReportRow) -> str | None:
 
 def task_columns(rows: list[ReportRow]) -> tuple[Column[ReportRow], ...]:
     """Return columns with the newest results of each evaluation task (validation.tasks) for which a run has results."""
-    names = {name: None for row in rows for one in row.cell.single for name in one.tasks}
+    names = {name: None for row in rows for run in row.cell.single for name in run.tasks}
     columns = []
     for task in names:
         for metric in ("acc", "acc_norm", "perplexity"):
@@ -201,14 +201,14 @@ def task_columns(rows: list[ReportRow]) -> tuple[Column[ReportRow], ...]:
 
 def _task(task: str, metric: str, as_text: bool, row: ReportRow) -> Any:
     """Return a result of an evaluation task, averaged over a `Mean`; with `as_text`, formatted with its standard error."""
-    found = (one.tasks.get(task, {}).get(metric) for one in row.cell.single)
-    values = [value for value in found if value is not None]
+    results = (run.tasks.get(task, {}).get(metric) for run in row.cell.single)
+    values = [value for value in results if value is not None]
     return with_error(mean(values), error_of(values), 4) if as_text else mean(values)
 
 
 def objective_columns(rows: list[ReportRow]) -> tuple[Column[ReportRow], ...]:
     """Return columns with the numbers that objectives give beside their loss, and with their held-out values."""
-    names = {name: None for row in rows for one in row.cell.single for name in beside_loss(one)}
+    names = {name: None for row in rows for run in row.cell.single for name in beside_loss(run)}
     return tuple(
         Column(name, name.replace("held-out ", "held_out/"), partial(_beside_loss, name), ".4g") for name in names
     )
@@ -220,17 +220,17 @@ def beside_loss(cell: ReportCell) -> dict[str, float | None]:
     """
     if cell.state.failure:
         return {}
-    found = {name: cell.last_mean(column) for name, column in cell.columns.items() if "/" in name}
+    values = {name: cell.last_mean(column) for name, column in cell.columns.items() if "/" in name}
     for event in cell.events:
         if event["event"] == "validation":
-            found |= {f"held-out {name}": value for name, value in event.items() if "/" in name}
-    return found
+            values |= {f"held-out {name}": value for name, value in event.items() if "/" in name}
+    return values
 
 
 def _beside_loss(name: str, row: ReportRow) -> float | None:
     """Return a number of an objective, averaged over a `Mean`."""
-    found = (beside_loss(one).get(name) for one in row.cell.single)
-    return mean([value for value in found if value is not None])
+    numbers = (beside_loss(run).get(name) for run in row.cell.single)
+    return mean([value for value in numbers if value is not None])
 
 
 def _change(row: ReportRow) -> str | None:

@@ -25,8 +25,8 @@ def read_keys(cls: Any, file: Path) -> Any:
     content = _content(file)
     keys = [spec.name for spec in dataclasses.fields(cls)]
     if not isinstance(content, dict) or not content:
-        found = "is empty" if not content else f"holds {type(content).__name__}, not keys with values"
-        raise ConfigError(f"{file}: {found}; keys: {', '.join(keys)}")
+        problem = "is empty" if not content else f"holds {type(content).__name__}, not keys with values"
+        raise ConfigError(f"{file}: {problem}; keys: {', '.join(keys)}")
     if faults := list(_faults(cls, content, keys)):
         raise ConfigError("\n".join(f"{file}: {fault}" for fault in faults))
     return cls(**content)

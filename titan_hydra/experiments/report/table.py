@@ -121,8 +121,8 @@ class Report:
     def shared(self) -> dict[str, str]:
         """{title: value} for each column in ALIKE whose value is the same in all rows that have one."""
         alike = [column for column in COLUMNS if column.title in ALIKE]
-        found = {column.title: {column.text(row) for row in self.rows} - {None} for column in alike}
-        return {title: values.pop() for title, values in found.items() if len(values) == 1}
+        texts = {column.title: {column.text(row) for row in self.rows} - {None} for column in alike}
+        return {title: values.pop() for title, values in texts.items() if len(values) == 1}
 
     @property
     def caption(self) -> str:
@@ -182,8 +182,8 @@ class Report:
         return [
             f"{row.label}: {slow}"
             for row in self.rows
-            for one in row.cell.single
-            if (slow := one.straggler) is not None
+            for run in row.cell.single
+            if (slow := run.straggler) is not None
         ]
 
     def _states(self) -> list[str]:
@@ -192,10 +192,10 @@ class Report:
             cell, steps = row.cell, row.cell.config.get("steps")
             if isinstance(cell, Mean):
                 notes += [
-                    f"{row.label}: {self.over}={value}: {one.word}"
-                    + (", and left out" if one.rate is None else " so far")
-                    for value, one in cell.members.items()
-                    if not one.done
+                    f"{row.label}: {self.over}={value}: {member.word}"
+                    + (", and left out" if member.rate is None else " so far")
+                    for value, member in cell.members.items()
+                    if not member.done
                 ]
             elif cell.partial:
                 notes.append(
@@ -216,8 +216,8 @@ class Report:
     def _noise(self) -> list[str]:
         notes, doubts = [], {row.doubt for row in self.rows}
         if NOISE in doubts:
-            what = "twice a mean's standard error" if self.over else "the larger of the two IQRs"
-            notes.append(f"({NOISE}): a difference smaller than {what} is not significant")
+            noise = "twice a mean's standard error" if self.over else "the larger of the two IQRs"
+            notes.append(f"({NOISE}): a difference smaller than {noise} is not significant")
         alone = any(row.change and row.change[1] is None for row in self.rows)
         if ONE_RUN in doubts or alone:
             notes.append(f"({ONE_RUN}): a difference that rests on one run of a row has no error, and may be noise")
@@ -229,7 +229,7 @@ class Report:
                 "shared; compare their speeds with those of runs alone only after a run alone"
             )
         busy = [row for row in self.rows if row.cell.busy]
-        loads = [one.load for row in busy for one in row.cell.single if one.busy]
+        loads = [run.load for row in busy for run in row.cell.single if run.busy]
         if busy:
             most = max(max(load.get("start", 0), load.get("end", 0)) for load in loads)
             notes.append(
@@ -307,21 +307,21 @@ def build(
         for cell, label in zip(cells, labels(cells, sweep), strict=True)
         if cell.rate is not None or cell.loss is not None
     ]
-    found = compare.differences([cell for cell, _ in known], [label for _, label in known], swept)
+    differing = compare.differences([cell for cell, _ in known], [label for _, label in known], swept)
     allowed = {*allowed, *([over] if over else [])}
-    compare.refuse(found, allowed)
+    compare.refuse(differing, allowed)
     own, waiting = selection.baseline, ""
     if over:
         cells, waiting, missing = begun_cells(cells)
         if baseline in missing:
             raise ConfigError(f"--baseline {baseline}: has not started")
         own = None if own in missing else own
-        cells, found = averaged(cells, over), [difference for difference in found if difference.key != over]
+        cells, differing = averaged(cells, over), [difference for difference in differing if difference.key != over]
     shown = labels(cells, sweep)
     chosen = choose_baseline(cells, shown, baseline or own)
     drift = max((abs(cell.rate / chosen.rate - 1) for cell in repeats if cell.rate and chosen.rate), default=0.0)
     rows = [against(cell, label, chosen, allowed, drift) for cell, label in zip(cells, shown, strict=True)]
-    return Report(selection.name, rows, repeats, found, allowed, selection, over, waiting)
+    return Report(selection.name, rows, repeats, differing, allowed, selection, over, waiting)
 
 
 def begun_cells(cells: list[ReportCell]) -> tuple[list[ReportCell], str, set[str]]:
@@ -340,8 +340,8 @@ def choose_baseline(cells: list[ReportCell], shown: list[str], name: str | None)
     if name is None:
         return cells[0]
     for cell, label in zip(cells, shown, strict=True):
-        for one in (cell, *cell.single):
-            if name in (one.name, label, one.directory.name, one.directory.name.rpartition("-")[2]):
+        for candidate in (cell, *cell.single):
+            if name in (candidate.name, label, candidate.directory.name, candidate.directory.name.rpartition("-")[2]):
                 return cell
     names = [cell.name for cell in cells]
     hint = did_you_mean(suggest(name, [*names, *shown]), otherwise=f"; cells: {', '.join(map(repr, names))}")

@@ -44,14 +44,14 @@ class Timeline:
     @property
     def boxes(self) -> list[Box]:
         """The boxes of all actions, coloured by kind. Actions of a rank's second and later stages are paler."""
-        found = []
-        for rank, played in enumerate(self.ranks):
-            chunks = sorted({stage for _, (stage, _, _) in played})
-            found += [
-                Box(rank, start, kind, number, COLOURS[kind][min(chunks.index(stage), 1)])
-                for start, (stage, kind, number) in played
+        boxes = []
+        for rank, actions in enumerate(self.ranks):
+            stages = sorted({stage for _, (stage, _, _) in actions})
+            boxes += [
+                Box(rank, start, kind, number, COLOURS[kind][min(stages.index(stage), 1)])
+                for start, (stage, kind, number) in actions
             ]
-        return found
+        return boxes
 
     @property
     def note(self) -> str:
@@ -90,14 +90,15 @@ def pipelines(report: Report) -> list[Timeline]:
                 print(f"{row.label}: no timeline of the pipeline, as the run recorded no schedule", file=sys.stderr)
                 continue
             actions = tuple(
-                tuple((one["stage"], one["kind"], one["microbatch"]) for one in rank) for rank in recorded["ranks"]
+                tuple((action["stage"], action["kind"], action["microbatch"]) for action in rank)
+                for rank in recorded["ranks"]
             )
             groups[row.cell.config.get("pp_schedule.name"), actions].append(row.label)
-    found = []
+    timelines = []
     for (name, actions), labels in groups.items():
         stages = 1 + max(stage for rank in actions for stage, _, _ in rank)
-        found.append(Timeline(f"{name}: {', '.join(labels)}", stages, play(actions, stages)))
-    return found
+        timelines.append(Timeline(f"{name}: {', '.join(labels)}", stages, play(actions, stages)))
+    return timelines
 
 
 def draw_timeline(pipeline: Timeline, drawn: Figure, axes: Axes) -> Figure:

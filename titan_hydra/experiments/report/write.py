@@ -121,8 +121,14 @@ def report_document(report: Report) -> dict[str, Any]:
         "rows": [row | more for row, more in zip(values_of_rows(report), further, strict=True)],
         "baseline_again": repeats,
         "differences": [
-            {"key": one.key, "values": one.values, "work": one.work, "learning": one.learning, "purpose": one.purpose}
-            for one in report.found
+            {
+                "key": difference.key,
+                "values": difference.values,
+                "work": difference.work,
+                "learning": difference.learning,
+                "purpose": difference.purpose,
+            }
+            for difference in report.found
         ],
         "notes": report.notes,
         **({"foreign": foreign_documents(report)} if len(report.own) < len(report.rows) else {}),

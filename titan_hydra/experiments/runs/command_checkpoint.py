@@ -178,14 +178,14 @@ def export_weights(args: argparse.Namespace) -> int:
             from titan_hydra.core.checkpoint.convert import export_peft
 
             number = export_peft(source, target, dtype or convert.DTYPES["float32"], args.config)
-            told = f"the adapters of {counted(number, 'linear')}; load with peft.PeftModel.from_pretrained"
+            summary = f"the adapters of {counted(number, 'linear')}; load with peft.PeftModel.from_pretrained"
         else:
-            files, found = convert.export_hf(
+            files, stored_dtype = convert.export_hf(
                 source, target, dtype, args.max_shard_gb, args.config, args.tokenizer, args.ema
             )
-            kept = str(found).removeprefix("torch.")
-            told = f"{counted(len(files), 'file')} of weights in {kept}; load with from_pretrained"
-    print(f"{args.target}: {told}")
+            dtype_name = str(stored_dtype).removeprefix("torch.")
+            summary = f"{counted(len(files), 'file')} of weights in {dtype_name}; load with from_pretrained"
+    print(f"{args.target}: {summary}")
     return Exit.DONE
 
 

@@ -133,13 +133,13 @@ def score_file(args: argparse.Namespace) -> int:
     texts = nats = tokens = 0
     with contextlib.ExitStack() as opened:
         out = sys.stdout
-        for found in score_texts(model_at(args), args.texts, args.text_key, args.context, args.dtype, args.tokenizer):
+        for scored in score_texts(model_at(args), args.texts, args.text_key, args.context, args.dtype, args.tokenizer):
             if (
                 args.out and not texts
             ):  # the file is opened only at the first line, so that an earlier error leaves no empty file
                 out = opened.enter_context(_open_new(args.out))
-            print(json.dumps(found), file=out)
-            texts, nats, tokens = texts + 1, nats + found["nats"], tokens + found["tokens"]
+            print(json.dumps(scored), file=out)
+            texts, nats, tokens = texts + 1, nats + scored["nats"], tokens + scored["tokens"]
     print(
         f"{args.out or args.texts}: {counted(texts, 'text')}, {tokens:,} tokens, {nats / tokens:.4f} nats per token",
         file=sys.stdout if args.out else sys.stderr,

@@ -39,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attempt", type=int, metavar="N", help="attempt whose log is printed (default: the newest)")
     parser.add_argument("-n", "--lines", type=_number, metavar="N", help="print only the last N lines")
     parser.add_argument("-f", "--follow", action="store_true", help="print new lines until the run ends")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
         "--guilty", action="store_true", help="print instead the last lines of the rank that made the run fail"
     )
-    what.add_argument(
+    choice.add_argument(
         "--hang",
         action="store_true",
         help="print instead, in or after a hang, for which rank the others wait, and in which operation",
@@ -108,13 +108,13 @@ def _hang(directory: Path, number: int | None) -> int:
     ).items():  # a replica group on SLURM is a job, with its own attempts
         if newest := newest_attempt(home):
             groups[group] = layout.ATTEMPT.of(home, number or newest)
-    verdicts = {group: found for group, folder in groups.items() if (found := verdict(folder))}
+    verdicts = {group: late for group, folder in groups.items() if (late := verdict(folder))}
     if not verdicts:
         raise ConfigError(f"{attempt}: no rank has written its flight recorder; kill -USR1 PID makes a rank do so")
-    for group, found in verdicts.items():
+    for group, late in verdicts.items():
         if len(groups) > 1:
             print(f"group {group}:", end=" ")
-        print(found.text)
+        print(late.text)
     return Exit.DONE
 
 
@@ -190,15 +190,15 @@ def _missing(directory: Path, state: State, attempt: int, rank: int) -> str:
     return f"--rank={rank}: attempt {attempt} of {directory.name} has {between(ranks, 'rank')}"
 
 
-def between(numbers: list[int], what: str) -> str:
+def between(numbers: list[int], noun: str) -> str:
     """Format a list of numbers, for example `ranks 0 to 7`."""
     if not numbers:
-        return f"no {what} yet"
+        return f"no {noun} yet"
     if len(numbers) == 1:
-        return f"only {what} {numbers[0]}"
+        return f"only {noun} {numbers[0]}"
     if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{what}s {numbers[0]} to {numbers[-1]}"
-    return f"{what}s {', '.join(map(str, numbers))}"
+        return f"{noun}s {numbers[0]} to {numbers[-1]}"
+    return f"{noun}s {', '.join(map(str, numbers))}"
 
 
 def say(text: str) -> None:

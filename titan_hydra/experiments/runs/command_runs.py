@@ -127,7 +127,7 @@ def archive_runs(args: argparse.Namespace) -> int:
     about |= {"left_out": sorted(f"{path}" for path in left_out), "by": getpass.getuser(), "time": time.time()}
     more = {"to": str(file), "left_out": sum(map(bytes_of, left_out))}
     if os.path.lexists(file):
-        _refuse_other(file, [one for one in pieces if one.source in (*going.runs, *going.sweeps)], left_out)
+        _refuse_other(file, [piece for piece in pieces if piece.source in (*going.runs, *going.sweeps)], left_out)
     if not args.dry:
         with _whole("nothing was deleted"):
             if not file.exists():
@@ -211,12 +211,12 @@ def _chosen(args: argparse.Namespace) -> Going:
     return going
 
 
-def _refuse(going: Going, args: argparse.Namespace, found: Any = None) -> None:
+def _refuse(going: Going, args: argparse.Namespace, others: Any = None) -> None:
     """Raise ConfigError with a line for each reason why the runs may not be touched."""
     faults = [*needs.faults_of_folders(going), *needs.faults_of_state(going, args.force)]
     if not args.force:
-        found = needs.needed(going, together=False) if found is None else found
-        faults += [f"{need}; --force takes it all the same" for need in found]
+        others = needs.needed(going, together=False) if others is None else others
+        faults += [f"{need}; --force takes it all the same" for need in others]
     if faults:
         raise ConfigError("\n".join(faults))
 
@@ -229,15 +229,15 @@ def _whole(rest: str) -> Iterator[None]:
     except PermissionError:
         raise
     except (OSError, shutil.Error) as error:
-        place = f"{error.filename}: " if getattr(error, "filename", None) else ""
-        raise RunError(f"{place}{getattr(error, 'strerror', None) or error}; {rest}") from error
+        file = f"{error.filename}: " if getattr(error, "filename", None) else ""
+        raise RunError(f"{file}{getattr(error, 'strerror', None) or error}; {rest}") from error
 
 
 def _pieces(going: Going) -> list[Member]:
     """Return the runs and sweeps, and before them what goes with them: snapshots of code, tables of files, proofs of their
     layouts, notes about cells that are gone.
     """
-    found = []
+    pieces = []
     for home in going.homes:
         mine = [run for run in going.runs if run.parent == home]
         absent = {
@@ -248,9 +248,9 @@ def _pieces(going: Going) -> list[Member]:
         }
         beside = [*needs.beside(mine, home), *_proofs(mine, home)]
         beside += [file for name in absent if (file := layout.GONE_RUN.of(layout.GONE.of(home), name)).is_file()]
-        found += [Member(path, path.relative_to(home).as_posix()) for path in beside]
-    found += [Member(run, run.name) for run in going.runs]
-    return [*found, *(Member(sweep, sweep.relative_to(sweep.parents[1]).as_posix()) for sweep in going.sweeps)]
+        pieces += [Member(path, path.relative_to(home).as_posix()) for path in beside]
+    pieces += [Member(run, run.name) for run in going.runs]
+    return [*pieces, *(Member(sweep, sweep.relative_to(sweep.parents[1]).as_posix()) for sweep in going.sweeps)]
 
 
 def _proofs(runs: list[Path], home: Path) -> list[Path]:
@@ -265,20 +265,20 @@ def _proofs(runs: list[Path], home: Path) -> list[Path]:
 
 def _shared_names(scratch: Path, own: list[str]) -> list[str]:
     """Return the names of the pieces in a folder, except the runs and sweeps `own`."""
-    found = [path.relative_to(scratch).as_posix() for path in sorted(scratch.glob("_*/*"))]
-    return [name for name in found if name not in own]
+    names = [path.relative_to(scratch).as_posix() for path in sorted(scratch.glob("_*/*"))]
+    return [name for name in names if name not in own]
 
 
-def _steps_left_out(run: Path, kept: str) -> list[Path]:
+def _steps_left_out(run: Path, which: str) -> list[Path]:
     """Return the folders of checkpoints that an archive leaves out. Raises ConfigError if the last one is damaged."""
-    found = []
-    for home in (run, *layout.REPLICA.all(run).values()) if kept != "all" else ():
+    steps = []
+    for home in (run, *layout.REPLICA.all(run).values()) if which != "all" else ():
         folder = layout.CHECKPOINTS.of(home)
-        last = checkpoints.newest(folder) if kept == "last" else None
+        last = checkpoints.newest(folder) if which == "last" else None
         if last and (damage := checkpoints.damage(last)):
             raise ConfigError(f"--checkpoints last: {last} is damaged ({damage[0]}); titan checkpoint prune deletes it")
-        found += [path for path in sorted(folder.iterdir()) if path != last] if folder.is_dir() else []
-    return found
+        steps += [path for path in sorted(folder.iterdir()) if path != last] if folder.is_dir() else []
+    return steps
 
 
 def _refuse_other(file: Path, pieces: list[Member], left_out: set[Path]) -> None:
@@ -290,7 +290,7 @@ def _refuse_other(file: Path, pieces: list[Member], left_out: set[Path]) -> None
     except ConfigError as error:
         raise ConfigError(f"{file}: exists already, and is not replaced ({error})") from error
     for piece in pieces:
-        if any(known.get(name) != {"sha256": one} for name, one in packing.sums_of(piece, left_out).items()):
+        if any(known.get(name) != {"sha256": digest} for name, digest in packing.sums_of(piece, left_out).items()):
             raise ConfigError(f"{file}: exists already, and holds another {piece.name}")
 
 

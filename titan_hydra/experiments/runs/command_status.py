@@ -101,10 +101,10 @@ def _all(args: argparse.Namespace) -> int:
     rows, colours = [], []
     for when, name, states in newest_first:
         kinds = Counter(state.kind for state in states)
-        words = ", ".join(f"{kinds[kind]} {kind}" for kind in ORDER if kinds[kind])
+        description = ", ".join(f"{kinds[kind]} {kind}" for kind in ORDER if kinds[kind])
         if len(states) == 1:
-            words = f"damaged: {states[0].damage}" if states[0].damage else states[0].kind
-        rows.append([name, str(len(states)), words, ago(when)])
+            description = f"damaged: {states[0].damage}" if states[0].damage else states[0].kind
+        rows.append([name, str(len(states)), description, ago(when)])
         colours.append({"state": COLOURS[next(iter(kinds))]} if len(kinds) == 1 else {})
     if rows:
         print(
@@ -123,18 +123,18 @@ def entries(runs: Path) -> list[tuple[float, str, list[State]]]:
     alone = [run for run in find.all_runs(runs) if run not in swept]
     directories = [*alone, *swept]
     states = dict(zip(directories, rundir.inspect_all(directories), strict=True))
-    found = []
+    rows = []
     for folder, cells in sweeps.items():
         damaged = State("damaged", damage=f"{layout.SWEEP.name} cannot be read")
-        found.append((find.written(folder), folder.name, [states[cell.directory] for cell in cells] or [damaged]))
+        rows.append((find.written(folder), folder.name, [states[cell.directory] for cell in cells] or [damaged]))
     for directory in alone:
         claim = (
             {}
             if states[directory].damage
             else layout.CLAIM.read(layout.ATTEMPT.of(directory, states[directory].attempt))
         )
-        found.append((claim.get("started", directory.stat().st_mtime), directory.name, [states[directory]]))
-    return found
+        rows.append((claim.get("started", directory.stat().st_mtime), directory.name, [states[directory]]))
+    return rows
 
 
 def _follow(args: argparse.Namespace, selection: Selection) -> int:
@@ -150,8 +150,8 @@ def _follow(args: argparse.Namespace, selection: Selection) -> int:
         while True:
             rows, queues = look(selection.cells)
             lines = list(_below(args, selection, rows, queues))
-            kept, left_out = fitting(rows, live.console.height - len(lines) - 4)
-            live.update(Text.from_ansi("\n".join([*_table(kept), *left_out, "", *lines])), refresh=True)
+            rows_shown, left_out = fitting(rows, live.console.height - len(lines) - 4)
+            live.update(Text.from_ansi("\n".join([*_table(rows_shown), *left_out, "", *lines])), refresh=True)
             if not any(row.state.may_change for row in rows):
                 return Exit.DONE
             time.sleep(_pause(queues))
@@ -186,8 +186,8 @@ def fitting(rows: list[RunRow], lines: int) -> tuple[list[RunRow], list[str]]:
     """
     if len(rows) <= max(lines, 3):
         return rows, []
-    kept = sorted(rows, key=lambda row: SHOWN_FIRST.index(row.state.kind))[: max(lines, 3)]
-    return [row for row in rows if row in kept], [f"... and {len(rows) - len(kept)} more"]
+    rows_shown = sorted(rows, key=lambda row: SHOWN_FIRST.index(row.state.kind))[: max(lines, 3)]
+    return [row for row in rows if row in rows_shown], [f"... and {len(rows) - len(rows_shown)} more"]
 
 
 def _step(row: RunRow) -> str:

@@ -69,10 +69,10 @@ def copy_or_send(args: argparse.Namespace) -> int:
     directories = [cell.directory for cell in selection.cells]
     errors = [error for directory in directories if (error := copy(directory, args.values, args.to, args.dry))]
     if len(errors) < len(directories) and not args.dry:
-        place = shlex.quote(str(directories[0].parent))
+        folder = shlex.quote(str(directories[0].parent))
         hints = {
-            "tensorboard": f"  look: tensorboard --logdir {place}",
-            "wandb": f"  send what is offline: titan report {place} --send",
+            "tensorboard": f"  look: tensorboard --logdir {folder}",
+            "wandb": f"  send what is offline: titan report {folder} --send",
         }
         print(hints[args.to])
     return max((error.status for error in errors), default=Exit.DONE)

@@ -63,7 +63,7 @@ def select_runs(target: str, runs: Path) -> Selection:
     if path.is_dir() and holds_runs(path):
         return folder_of_runs(path.absolute())
     named = {folder: sweep(folder) for folder in readable(runs)[::-1]}
-    if latest := [found for found in named.values() if found.name == target]:
+    if latest := [sweep_found for sweep_found in named.values() if sweep_found.name == target]:
         return latest[-1]
     # If all runs of a sweep have the name `target` (as after `-m name=...`), the newest such sweep is selected, and no
     # single run.

@@ -75,7 +75,7 @@ def put_cell(folder: Path, name: str, cell: dict[str, Any], order: Callable[[dic
         "user": getpass.getuser(),
         "cells": [],
     }
-    others = [one for one in content["cells"] if order(one) != order(cell)]
+    others = [listed for listed in content["cells"] if order(listed) != order(cell)]
     about = {"command": list(map(redact, sys.argv[1:])), "cells": sorted([*others, cell], key=order)}
     if {**content, **about} != content:
         layout.SWEEP.write(folder, {**content, **about})

@@ -57,7 +57,7 @@ def paths_named(run: Path) -> Iterator[tuple[str, str]]:
     environment = layout.ENV.read(run)
     folder = environment.get("folder") or os.getcwd()
     files = environment.get("files") or {}
-    named = [(key, one["path"]) for key, one in files.items()]
+    named = [(key, facts["path"]) for key, facts in files.items()]
     named += [(key, text) for key, value in flat(layout.CONFIG.read(run)).items() for text in _texts(value)]
     named += [(inputs.LOAD_PATH, path) for path in (layout.BASE.read(run).get("folder"),) if path]
     for key, path in dict.fromkeys(named):
@@ -69,8 +69,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str) and value and "\0" not in value:
         yield value
     elif isinstance(value, list | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _texts(one)
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
 
 
 @functools.cache
@@ -83,7 +83,7 @@ def needed(going: Going, together: bool) -> list[Need]:
     another there, but no other files.
     """
     real = {os.path.realpath(run): run for run in going.runs}
-    found: dict[tuple[Path, str], Need] = {}
+    needs_found: dict[tuple[Path, str], Need] = {}
     for home in going.homes:
         for other in find.all_runs(home):
             own = os.path.realpath(other)
@@ -91,14 +91,14 @@ def needed(going: Going, together: bool) -> list[Need]:
                 continue
             try:
                 for key, path in paths_named(other):
-                    inside = [run for place, run in real.items() if (path + "/").startswith(place + "/")]
+                    inside = [run for run_path, run in real.items() if (path + "/").startswith(run_path + "/")]
                     if inside and not (own in real and (key == inputs.LOAD_PATH or inside[0] == real[own])):
-                        found.setdefault((inside[0], other.name), Need(inside[0], other.name, key))
+                        needs_found.setdefault((inside[0], other.name), Need(inside[0], other.name, key))
             except PermissionError as error:
                 print(f"{denied(error)}; what {other.name} needs is not known", file=sys.stderr)
         for need in _needed_by_sweeps(home, going):
-            found.setdefault((need.run, need.by), need)
-    return [*found.values()]
+            needs_found.setdefault((need.run, need.by), need)
+    return [*needs_found.values()]
 
 
 def _needed_by_sweeps(home: Path, going: Going) -> Iterator[Need]:
@@ -200,7 +200,7 @@ def codes_of(run: Path) -> set[str]:
 
 def digests_of(run: Path) -> set[str]:
     """Return the digests of the files with which a run began, which the tables in `_files/` have in their names."""
-    return {one["digest"] for one in (layout.ENV.read(run).get("files") or {}).values()}
+    return {facts["digest"] for facts in (layout.ENV.read(run).get("files") or {}).values()}
 
 
 def beside(runs: Iterable[Path], home: Path) -> list[Path]:
@@ -223,19 +223,21 @@ def unused(home: Path) -> list[Path]:
     """Return what no run in a folder of runs needs: snapshots of code, tables of files, notes about cells that are gone,
     and what a killed command has left. What is younger than a day stays.
     """
-    kept = {*beside(find.all_runs(home), home)}
-    found = [path for path, _ in _named(home) if path not in kept]
+    needed_paths = {*beside(find.all_runs(home), home)}
+    unneeded = [path for path, _ in _named(home) if path not in needed_paths]
     listed = {cell.directory.name for folder in find.readable(home) for cell in find.sweep(folder).cells}
     notes = layout.GONE.of(home)
-    found += [path for path in sorted(notes.glob("*.json")) if path.stem not in listed]
-    found += [path for place in (home, layout.CODE.of(home)) for path in sorted(place.glob(".new-*"))]
-    found += [path for place in (home, layout.SWEEPS.of(home)) for path in sorted((place / rundir.REPLACED).glob("*"))]
+    unneeded += [path for path in sorted(notes.glob("*.json")) if path.stem not in listed]
+    unneeded += [path for parent in (home, layout.CODE.of(home)) for path in sorted(parent.glob(".new-*"))]
+    unneeded += [
+        path for parent in (home, layout.SWEEPS.of(home)) for path in sorted((parent / rundir.REPLACED).glob("*"))
+    ]
     now = time.time()
-    return [path for path in dict.fromkeys(found) if now - path.lstat().st_mtime > FRESH]
+    return [path for path in dict.fromkeys(unneeded) if now - path.lstat().st_mtime > FRESH]
 
 
 def bytes_of(path: Path) -> int:
     """Return the bytes of a file, or of the files in a folder; a file with several names counts once."""
     inside = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)
-    found = [one.lstat() for one in (inside if path.is_dir() and not path.is_symlink() else [path])]
-    return sum({(about.st_dev, about.st_ino): about.st_size for about in found}.values())
+    entries = [inner.lstat() for inner in (inside if path.is_dir() and not path.is_symlink() else [path])]
+    return sum({(entry.st_dev, entry.st_ino): entry.st_size for entry in entries}.values())

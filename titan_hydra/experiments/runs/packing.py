@@ -55,16 +55,16 @@ def contents(piece: Member, left_out: Collection[Path] = ()) -> Iterator[tuple[s
     """Yield (name, path, lstat) of a piece and all that is in it, folders before what they hold, except the folders
     `left_out`. Raises ConfigError for what is neither a file nor a folder nor a link.
     """
-    found = [(piece.name, piece.source)]
-    while found:
-        name, path = found.pop()
+    pending = [(piece.name, piece.source)]
+    while pending:
+        name, path = pending.pop()
         about = path.lstat()
         if not any(test(about.st_mode) for test in (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)):
             raise ConfigError(f"{path}: is neither a file nor a folder nor a link; delete it first")
         yield name, path, about
         if stat.S_ISDIR(about.st_mode):
             inside = sorted(os.listdir(path), reverse=True)
-            found += [(f"{name}/{one}", path / one) for one in inside if path / one not in left_out]
+            pending += [(f"{name}/{entry}", path / entry) for entry in inside if path / entry not in left_out]
 
 
 def sums_of(piece: Member, left_out: Collection[Path] = ()) -> dict[str, str]:
@@ -148,7 +148,7 @@ def write_archive(file: Path, pieces: list[Member], left_out: Collection[Path], 
                 for piece in pieces:
                     for name, path, stated in contents(piece, left_out):
                         sums[name] = _add(tar, name, path, stated)
-                content = {**about, "files": {name: {"sha256": one} for name, one in sums.items()}}
+                content = {**about, "files": {name: {"sha256": digest} for name, digest in sums.items()}}
                 text = json.dumps(content, indent=1).encode()
                 info = tarfile.TarInfo(layout.ARCHIVED.name)
                 info.size, info.mode = len(text), 0o644
@@ -197,7 +197,7 @@ def read_archive(file: Path, into: Path | None = None) -> dict[str, Any]:
                 if info.name == layout.ARCHIVED.name:
                     about = json.loads(cast(IO[bytes], tar.extractfile(info)).read())
                     continue
-                if not _inside(info, {one.name for one in late if one.issym()}):
+                if not _inside(info, {member.name for member in late if member.issym()}):
                     raise ConfigError(
                         f"{file}: {info.name!r} would lie outside of the folder of runs; nothing was written"
                     )
@@ -231,10 +231,10 @@ def read_archive(file: Path, into: Path | None = None) -> dict[str, Any]:
 
 def _inside(info: tarfile.TarInfo, links: set[str]) -> bool:
     """Whether a member is a file, folder or link whose place is inside the folder into which it is written."""
-    place = PurePosixPath(info.name)
-    above = {str(parent) for parent in place.parents}
+    target = PurePosixPath(info.name)
+    above = {str(parent) for parent in target.parents}
     plain = info.isreg() or info.isdir() or info.issym()
-    return plain and not place.is_absolute() and ".." not in place.parts and not above & links
+    return plain and not target.is_absolute() and ".." not in target.parts and not above & links
 
 
 def _take_out(tar: tarfile.TarFile, info: tarfile.TarInfo, into: Path | None) -> str:

@@ -87,9 +87,9 @@ def folder_of_proof(job: Job) -> Path:
 
 def read_proof(folder: Path) -> Proof | None:
     """Read the proof in a folder; None if there is none, or if it is damaged or of another version."""
-    found = layout.PROOF.read(folder)
+    recorded = layout.PROOF.read(folder)
     intact = test_of(Fields(typing.get_type_hints(Proof)))
-    return Proof(**{field.name: found[field.name] for field in fields(Proof)}) if intact(found) else None
+    return Proof(**{field.name: recorded[field.name] for field in fields(Proof)}) if intact(recorded) else None
 
 
 def proof_of(job: Job) -> Proof | None:
@@ -99,6 +99,6 @@ def proof_of(job: Job) -> Proof | None:
     return proof if right and proof.passed and _released(proof.versions) == _released(versions()) else None
 
 
-def _released(found: dict[str, str]) -> list[str]:
+def _released(installed: dict[str, str]) -> list[str]:
     """Return the releases of torch and torchao. Builds of the same release for CPUs and for GPUs count as equal."""
-    return [found.get(package, "").partition("+")[0] for package in ("torch", "torchao")]
+    return [installed.get(package, "").partition("+")[0] for package in ("torch", "torchao")]

@@ -94,8 +94,8 @@ def state(directory: Path, queues: dict[str, Queue] | None = None) -> State:
     owner = owner_in(directory, attempt)
     answers = ask([directory]) if queues is None else queues
     executor = executor_of(directory, owner)
-    found: State = executor.state(directory, attempt, owner, answers.get(name_of(owner), Queue()))
-    return found
+    run_state: State = executor.state(directory, attempt, owner, answers.get(name_of(owner), Queue()))
+    return run_state
 
 
 def state_here(directory: Path, attempt: int) -> State:
@@ -147,9 +147,9 @@ def inspect(directory: Path, queues: dict[str, Queue] | None = None) -> State:
 
 def gone(directory: Path) -> State | None:
     """Return the state of a sweep's cell that `titan runs` has removed, archived or moved; None for any other run."""
-    found = layout.GONE_RUN.read(layout.GONE.of(directory.parent), directory.name)
-    where = f" to {found['to']}" if found.get("to") else ""
-    return State("removed", refused=f"{found['word']}{where} by {found['by']}") if found else None
+    record = layout.GONE_RUN.read(layout.GONE.of(directory.parent), directory.name)
+    where = f" to {record['to']}" if record.get("to") else ""
+    return State("removed", refused=f"{record['word']}{where} by {record['by']}") if record else None
 
 
 def inspect_all(directories: list[Path]) -> list[State]:

@@ -195,13 +195,13 @@ def tells(override: str) -> bool:
 @functools.cache
 def identities() -> dict[str, bool]:
     """Return for each key whether it is part of a run's identity, and for each group whether any of its keys is."""
-    known, found = known_keys(), {}
+    known, in_identity = known_keys(), {}
     groups = {name.rpartition(".")[0] for name in known}
     for name in reversed(known):  # in the reversed order, keys come before their groups
-        found[name] = found.get(name, False) if name in groups else known[name].metadata["identity"]
+        in_identity[name] = in_identity.get(name, False) if name in groups else known[name].metadata["identity"]
         group = name.rpartition(".")[0]
-        found[group] = found.get(group, False) or found[name]
-    return found
+        in_identity[group] = in_identity.get(group, False) or in_identity[name]
+    return in_identity
 
 
 def _row(cell: str, directory: Path, state: State, file_now: float) -> RunRow:
@@ -272,9 +272,11 @@ def _slow(home: Path, attempt: Path) -> str | None:
 
 
 def _best(home: Path) -> str | None:
-    found = checkpoints.best(layout.CHECKPOINTS.of(home))
+    best_step = checkpoints.best(layout.CHECKPOINTS.of(home))
     return (
-        f"best: step {checkpoints.step_of(found)}, held out {checkpoints.held_out_loss(found):.4f}" if found else None
+        f"best: step {checkpoints.step_of(best_step)}, held out {checkpoints.held_out_loss(best_step):.4f}"
+        if best_step
+        else None
     )
 
 

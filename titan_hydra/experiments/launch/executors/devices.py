@@ -10,8 +10,8 @@ DEVICE_MEMORY = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l40s": 48, 
 
 def device_memory(kind: str) -> int | None:
     """Return the GiB of a GPU's memory if its name implies it, as in `h100`, `nvidia_h200`, `a100_80gb`; else None."""
-    if found := re.search(r"(\d+)gb", kind.lower()):
-        return int(found[1])
+    if size := re.search(r"(\d+)gb", kind.lower()):
+        return int(size[1])
     return next((DEVICE_MEMORY[word] for word in re.split(r"[^a-z0-9]+", kind.lower()) if word in DEVICE_MEMORY), None)
 
 
@@ -21,5 +21,5 @@ def hardware(kind: str) -> str:
     if device_memory(kind) is None or re.search(r"[+.]", kind):
         return ""
     known = {file.stem for file in option_files("hardware")}
-    found = next((word for word in re.split(r"[^a-z0-9]+", kind.lower()) if word in known), None)
-    return f"defaults:\n  - override /hardware@_global_.hardware: {found}\n" if found else ""
+    preset = next((word for word in re.split(r"[^a-z0-9]+", kind.lower()) if word in known), None)
+    return f"defaults:\n  - override /hardware@_global_.hardware: {preset}\n" if preset else ""

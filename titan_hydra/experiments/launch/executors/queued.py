@@ -36,9 +36,11 @@ def guarded_setup(lines: list[str]) -> list[str]:
     """Return the lines of cluster.setup as shell lines that stop the shell at the first command that fails. The ranks
     would otherwise start with another interpreter or without a module. Two statuses are kept: asked to stop, and unfit.
     """
-    kept = f"{int(Exit.REQUEUED)}|{int(Exit.UNHEALTHY)}"
-    words = "cluster.setup: ${BASH_COMMAND:-a command} ended with status $status; no rank is started"
-    handler = f'status=$?; case $status in {kept}) exit $status;; esac; echo "{words}" >&2; exit {int(Exit.CONFIG)}'
+    passed_on = f"{int(Exit.REQUEUED)}|{int(Exit.UNHEALTHY)}"
+    message = "cluster.setup: ${BASH_COMMAND:-a command} ended with status $status; no rank is started"
+    handler = (
+        f'status=$?; case $status in {passed_on}) exit $status;; esac; echo "{message}" >&2; exit {int(Exit.CONFIG)}'
+    )
     return [f"trap '{handler}' EXIT", "set -e", *lines, "set +e", "trap - EXIT"] if lines else []
 
 
@@ -69,11 +71,11 @@ def follow(cells: list[Cell], interrupts: Interrupts) -> list[State]:
     while True:
         states = rundir.states([cell.directory for cell in cells])
         for cell, state in zip(cells, states, strict=True):
-            words = waiting(state) if state.kind in ("queued", "unknown") else state.kind
-            if before.get(cell.directory) != words:
-                before[cell.directory] = words
+            description = waiting(state) if state.kind in ("queued", "unknown") else state.kind
+            if before.get(cell.directory) != description:
+                before[cell.directory] = description
                 where = f" on {state.host}" if state.host and state.kind == "running" else ""
-                print(f"{time_of_day()}  {cell.directory.name}: {words}{where}", flush=True)
+                print(f"{time_of_day()}  {cell.directory.name}: {description}{where}", flush=True)
         if interrupts.received or not any(state.active for state in states):
             return states
         deadline = time.monotonic() + POLL

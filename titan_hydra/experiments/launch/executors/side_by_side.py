@@ -29,10 +29,10 @@ def run_side_by_side(cells: list[Cell], executor: Processes) -> int:
     series = Series(cells, executor)
     with series.interrupts.counted(), displays(several=True) as display:
         series.run(display)
-    found = [series.states.get(cell.directory) or rundir.state(cell.directory) for cell in cells]
-    cut = [state for cell, state in zip(cells, found, strict=True) if cell.directory not in series.before]
+    states = [series.states.get(cell.directory) or rundir.state(cell.directory) for cell in cells]
+    cut = [state for cell, state in zip(cells, states, strict=True) if cell.directory not in series.before]
     # a cell that was stopped because another one failed does not hide the failure
-    return conclude(cells, found, series.interrupts, cut, sorted(found, key=lambda state: state.kind != "failed"))
+    return conclude(cells, states, series.interrupts, cut, sorted(states, key=lambda state: state.kind != "failed"))
 
 
 @dataclass
@@ -63,13 +63,13 @@ class Series:
                 if not self.begin(self.waiting[0], display):
                     break
                 self.waiting.pop(0)
-            for one in list(self.running):
+            for running_cell in list(self.running):
                 # after a failed cell, the others are asked as by one Ctrl-C
                 requests = len(self.interrupts.received) or int(self.failed)
-                if one.watch.running:
-                    one.watch.step(requests)
+                if running_cell.watch.running:
+                    running_cell.watch.step(requests)
                 else:
-                    self.end(one)
+                    self.end(running_cell)
             time.sleep(POLL)
 
     @property
@@ -107,13 +107,13 @@ class Series:
         self.running.append(RunningCell(cell, attempt, Watch(cell.directory, attempt, parent, shown)))
         return True
 
-    def end(self, one: RunningCell) -> None:
+    def end(self, running_cell: RunningCell) -> None:
         """Record the end of a cell, print it, and release its devices."""
-        one.watch.close()
-        rundir.end_attempt(one.attempt)
-        self.executor.release(one.cell)
-        self.running.remove(one)
-        self.note(one.cell, tell(one.cell))
+        running_cell.watch.close()
+        rundir.end_attempt(running_cell.attempt)
+        self.executor.release(running_cell.cell)
+        self.running.remove(running_cell)
+        self.note(running_cell.cell, tell(running_cell.cell))
 
     def note(self, cell: Cell, state: State) -> None:
         """Record the state of a cell that has ended, or is not started."""

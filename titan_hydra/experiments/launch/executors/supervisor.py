@@ -85,8 +85,8 @@ class Supervisor:
 
     def start(self, number: int) -> None:
         """Start a rank. What it prints before it opens its own log goes to the job's log."""
-        place = (number, self.of, number - self.ranks.start, len(self.ranks))
-        environment = {**os.environ, **dict(zip(VARIABLES, map(str, place), strict=True))}
+        values = (number, self.of, number - self.ranks.start, len(self.ranks))
+        environment = {**os.environ, **dict(zip(VARIABLES, map(str, values), strict=True))}
         with layout.JOB_LOG.of(self.attempt).open("ab") as log:
             task = subprocess.Popen(self.command, env=environment, stdout=log, stderr=log, pass_fds=self.files)
         self.tasks[number], self.records[number] = task, process(task.pid)

@@ -59,11 +59,11 @@ class Kubernetes(Executor):
         from . import submit
 
         yield f"\n--- the Service of the namespace, unless it exists\n{manifest_text(SERVICE)}"
-        for one, alike in submit.by_manifest(cells):
+        for submission, alike in submit.by_manifest(cells):
             more = f", and {counted(len(alike) - 1, 'more cell')} with other names" if len(alike) > 1 else ""
-            if one.cluster.pod and find_spec("kubernetes_validate") is None:
+            if submission.cluster.pod and find_spec("kubernetes_validate") is None:
                 yield "cluster.pod: not checked against the API's schema (pip install kubernetes-validate)"
-            yield f"\n--- {alike[0].directory.name}{more}\n{one.text}"
+            yield f"\n--- {alike[0].directory.name}{more}\n{submission.text}"
 
     def submit(self, cells: list[Cell], folder: Path | None) -> int:
         """Submit every cell that is to be started. With launch.wait, follow the cells until they have ended."""
@@ -98,16 +98,16 @@ class Kubernetes(Executor):
         """Delete the Jobs of these runs, with one call for each namespace. Their ranks then save and stop."""
         from . import submit
 
-        places: dict[kubectl.Namespace, list[RunRow]] = {}
+        by_namespace: dict[kubectl.Namespace, list[RunRow]] = {}
         for row in rows:
             if row.state.job is None and not owner_of(row).get("job_id"):
                 yield f"{row.cell}: is being submitted right now; try again"
             elif (row.state.host or "").startswith("cluster "):
                 yield f"{row.cell}: is a Job of the {row.state.host}; cancel it there"
             else:
-                places.setdefault(kubectl.Namespace.of_owner(owner_of(row)), []).append(row)
-        for place, some in places.items():
-            yield from submit.delete_jobs(place, some)
+                by_namespace.setdefault(kubectl.Namespace.of_owner(owner_of(row)), []).append(row)
+        for namespace, runs in by_namespace.items():
+            yield from submit.delete_jobs(namespace, runs)
 
     def hint(self, job: Job, failure: Failure) -> str:
         """Return overrides of cluster keys that may prevent another failure of this kind; "" if there are none."""

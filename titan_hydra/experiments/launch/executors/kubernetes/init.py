@@ -62,18 +62,24 @@ def option_of_context(args: argparse.Namespace) -> SiteOption:
     none, or kubectl fails.
     """
     try:
-        place = namespace_of(KubernetesCluster(context=args.context, namespace=args.namespace))
-        found = Counter(node_types(json.loads(place.call("get", "nodes", "--output=json"))["items"]))
+        namespace = namespace_of(KubernetesCluster(context=args.context, namespace=args.namespace))
+        counts = Counter(node_types(json.loads(namespace.call("get", "nodes", "--output=json"))["items"]))
     except KubectlError as error:
         raise ConfigError(f"{error}; or copy conf/cluster/kubernetes.yaml by hand") from error
-    if not found:
+    if not counts:
         raise ConfigError(
-            f"no node of context {place.context} offers {' or '.join(RESOURCES)}; copy conf/cluster/kubernetes.yaml by hand"
+            f"no node of context {namespace.context} offers {' or '.join(RESOURCES)}; copy conf/cluster/kubernetes.yaml by hand"
         )
-    chosen, nodes = max(found.items(), key=lambda pair: pair[0].gpus * pair[1])
-    others = ", ".join(f"{count} x {one.gpus} {one.kind}".rstrip() for one, count in found.items() if one != chosen)
+    chosen, nodes = max(counts.items(), key=lambda pair: pair[0].gpus * pair[1])
+    others = ", ".join(
+        f"{count} x {kind_of_node.gpus} {kind_of_node.kind}".rstrip()
+        for kind_of_node, count in counts.items()
+        if kind_of_node != chosen
+    )
     note = f"other nodes with GPUs: {others} (cluster.node_selector chooses)" if others else ""
-    return SiteOption(place.context, lambda name: text_of(name, place, chosen, nodes, args.image), chosen.gpus, note)
+    return SiteOption(
+        namespace.context, lambda name: text_of(name, namespace, chosen, nodes, args.image), chosen.gpus, note
+    )
 
 
 def node_types(items: list[dict[str, Any]]) -> Iterable[NodeType]:
@@ -83,9 +89,9 @@ def node_types(items: list[dict[str, Any]]) -> Iterable[NodeType]:
         resource = next((name for name in RESOURCES if int(offered.get(name, 0))), "")
         if resource:
             taints = [
-                f"{one['key']}{'=' + one['value'] if one.get('value') else ''}:{one['effect']}"
-                for one in item["spec"].get("taints", [])
-                if not one["key"].startswith("node.kubernetes.io/")
+                f"{taint['key']}{'=' + taint['value'] if taint.get('value') else ''}:{taint['effect']}"
+                for taint in item["spec"].get("taints", [])
+                if not taint["key"].startswith("node.kubernetes.io/")
             ]
             kind = labels.get(f"{resource}.product", labels.get("cloud.google.com/gke-accelerator", ""))
             yield NodeType(
@@ -109,26 +115,26 @@ def gib_of(quantity: str) -> int:
     return int(int(number) * UNITS.get(unit, 0))
 
 
-def names_in(place: Namespace, kind: str) -> list[str]:
+def names_in(namespace: Namespace, kind: str) -> list[str]:
     """Return the names of the objects of this kind in a namespace; [] if the cluster lacks this kind, or does not show
     it.
     """
     try:
-        listing = place.call("get", kind, "--output=jsonpath={.items[*].metadata.name}")
+        listing = namespace.call("get", kind, "--output=jsonpath={.items[*].metadata.name}")
     except KubectlError:
         return []
     return listing.split()
 
 
-def text_of(name: str, place: Namespace, node: NodeType, nodes: int, image: str | None) -> str:
+def text_of(name: str, target: Namespace, node: NodeType, nodes: int, image: str | None) -> str:
     """Return the text of the file. If there is only one queue, it is used. Volume claims are only named in a comment,
     as the user must choose where to mount them.
     """
-    queues, claims = names_in(place, "localqueues.kueue.x-k8s.io"), names_in(place, "persistentvolumeclaims")
+    queues, claims = names_in(target, "localqueues.kueue.x-k8s.io"), names_in(target, "persistentvolumeclaims")
     return FILE.format(
         name=name,
-        context=place.context,
-        namespace=place.name,
+        context=target.context,
+        namespace=target.name,
         nodes=nodes,
         s="" if nodes == 1 else "s",
         gpus=node.gpus,

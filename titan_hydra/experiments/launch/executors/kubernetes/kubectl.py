@@ -101,8 +101,10 @@ class Namespace:
             raise KubectlError(f"kubectl: {error}") from error
         if done.returncode:
             lines = [re.sub(NOISE, "", line) for line in done.stderr.splitlines() if not re.match(r"[EWI]\d{4} ", line)]
-            words = " ".join("; ".join(filter(None, dict.fromkeys(lines))).split())  # each refused object has its line
-            error = KubectlError(f"kubectl: {words or f'it ended with status {done.returncode}'}")
+            message = " ".join(
+                "; ".join(filter(None, dict.fromkeys(lines))).split()
+            )  # each refused object has its line
+            error = KubectlError(f"kubectl: {message or f'it ended with status {done.returncode}'}")
             error.output = done.stdout
             raise error
         return done.stdout
@@ -204,38 +206,38 @@ class KubernetesJob(QueuedJob):
 def ask_namespaces(owners: Iterable[Owner]) -> Queue:
     """Ask once for each namespace about all Jobs and pods of this package. Jobs are found by name and by token."""
     queue = KubernetesQueue()
-    places: dict[Namespace, list[Owner]] = {}
+    by_namespace: dict[Namespace, list[Owner]] = {}
     for owner in owners:
-        places.setdefault(Namespace.of_owner(owner), []).append(owner)
+        by_namespace.setdefault(Namespace.of_owner(owner), []).append(owner)
         queue.asked.add(owner["token"])
-    for place, some in places.items():
+    for namespace, attempts in by_namespace.items():
         try:
-            place.require_answer()
-            found = {name: job for job in jobs_listed(place) for name in (job.id, job.token)}
+            namespace.require_answer()
+            jobs = {name: job for job in jobs_listed(namespace) for name in (job.id, job.token)}
             clusters: dict[str, str] = {}  # by what distinguishes a cluster, as there may be a thousand attempts
-            for owner in some:
-                if owner["token"] not in found and "ended" not in owner:
+            for owner in attempts:
+                if owner["token"] not in jobs and "ended" not in owner:
                     known = json.dumps([owner.get(key) for key in ("server", "uid_of", "uid")])
                     if known not in clusters:
-                        clusters[known] = place.elsewhere(owner)
+                        clusters[known] = namespace.elsewhere(owner)
                     if clusters[known]:
                         queue.elsewhere[owner["token"]] = clusters[known]
-            queue.jobs |= found
+            queue.jobs |= jobs
         except (KubectlError, ValueError) as error:
             queue.answers, queue.why = False, str(error)
-            queue.silent |= {owner["token"]: str(error) for owner in some}
+            queue.silent |= {owner["token"]: str(error) for owner in attempts}
     return queue
 
 
-def jobs_listed(place: Namespace) -> Iterable[KubernetesJob]:
+def jobs_listed(namespace: Namespace) -> Iterable[KubernetesJob]:
     """Ask for all Jobs of this package in a namespace and their pods; without the pods if the user may not list them."""
     options = (f"--selector={OWNER}={NAME}", "--output=json")
     try:
-        return jobs_in(json.loads(place.call("get", "jobs,pods", *options))["items"])
+        return jobs_in(json.loads(namespace.call("get", "jobs,pods", *options))["items"])
     except KubectlError as error:
         if not error.forbidden:
             raise
-        return jobs_in(json.loads(place.call("get", "jobs", *options))["items"], pods_known=False)
+        return jobs_in(json.loads(namespace.call("get", "jobs", *options))["items"], pods_known=False)
 
 
 def jobs_in(items: list[dict[str, Any]], pods_known: bool = True) -> Iterable[KubernetesJob]:
@@ -261,7 +263,9 @@ def jobs_in(items: list[dict[str, Any]], pods_known: bool = True) -> Iterable[Ku
 def job_of_item(item: dict[str, Any], token: str, known: list[PodState] | None) -> KubernetesJob:
     """Read a Job, and the reason why it waits or why it ended. `known` are its pods; None: they may not be listed."""
     status, spec, pods = item.get("status", {}), item["spec"], known or []
-    conditions = {one["type"]: one for one in status.get("conditions", []) if one.get("status") == "True"}
+    conditions = {
+        condition["type"]: condition for condition in status.get("conditions", []) if condition.get("status") == "True"
+    }
     live = [pod for pod in pods if pod.phase in LIVE]
     end = conditions.get("Failed") or conditions.get("Complete") or {}
     message = " ".join(end.get("message", "").split())
@@ -300,7 +304,7 @@ def node_names(pods: list[PodState]) -> str:
 def pod_state(item: dict[str, Any]) -> PodState:
     """Read a pod, and the reason why it waits or how its container ended."""
     status, meta = item.get("status", {}), item["metadata"]
-    conditions: dict[str, dict[str, Any]] = {one["type"]: one for one in status.get("conditions", [])}
+    conditions: dict[str, dict[str, Any]] = {condition["type"]: condition for condition in status.get("conditions", [])}
     container = [*status.get("containerStatuses", []), {}][0].get("state", {})
     waiting, ended = container.get("waiting", {}), container.get("terminated", {})
     waits = ""

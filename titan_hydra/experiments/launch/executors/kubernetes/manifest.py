@@ -104,9 +104,9 @@ class Submission:
         characters that a host name may have.
         """
         end = f"-{hash_of(self.directory)}-{self.attempt}-{self.token}"
-        words = re.sub("[^a-z0-9]+", "-", self.directory.name.rpartition("-")[0].lower()).strip("-")
-        words = words if words[:1].isalpha() else f"run-{words}"
-        return words[: LONGEST - len(end)].strip("-") + end
+        readable = re.sub("[^a-z0-9]+", "-", self.directory.name.rpartition("-")[0].lower()).strip("-")
+        readable = readable if readable[:1].isalpha() else f"run-{readable}"
+        return readable[: LONGEST - len(end)].strip("-") + end
 
     @property
     def labels(self) -> dict[str, str]:
@@ -115,9 +115,9 @@ class Submission:
     @property
     def manifest(self) -> dict[str, Any]:
         """The Job."""
-        place = {"namespace": self.cluster.namespace} if self.cluster.namespace else {}
+        namespace = {"namespace": self.cluster.namespace} if self.cluster.namespace else {}
         queue = {"kueue.x-k8s.io/queue-name": self.cluster.queue} if self.cluster.queue else {}
-        about = {"name": self.name, **place, "annotations": {"titan-hydra/directory": str(self.directory)}}
+        about = {"name": self.name, **namespace, "annotations": {"titan-hydra/directory": str(self.directory)}}
         return {
             "apiVersion": "batch/v1",
             "kind": "Job",

@@ -105,7 +105,7 @@ class Node:
         if number - self.first >= self.cluster.max_requeues:
             layout.SPENT.of(attempt).touch()
             raise SystemExit(Exit.BUG)
-        attempts = (layout.ATTEMPT.of(self.directory, one) for one in range(number, self.first - 1, -1))
+        attempts = (layout.ATTEMPT.of(self.directory, earlier) for earlier in range(number, self.first - 1, -1))
         if len(list(itertools.takewhile(in_vain, attempts))) > LOST:
             raise Unhealthy(f"pods were lost in {LOST + 1} attempts in a row, before the first step of each")
         owner = layout.CLAIM.read(attempt)

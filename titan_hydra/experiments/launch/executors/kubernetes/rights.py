@@ -37,7 +37,7 @@ RIGHTS = (
 )
 
 
-def rights_lacking(place: Namespace) -> list[Right]:
+def rights_lacking(target: Namespace) -> list[Right]:
     """Return the rights that the user does not have in a namespace. A cluster that does not answer such questions, or
     cannot decide, has refused nothing, so then nothing is lacking.
     """
@@ -47,7 +47,7 @@ def rights_lacking(place: Namespace) -> list[Right]:
             "kind": "SelfSubjectAccessReview",
             "spec": {
                 "resourceAttributes": {
-                    "namespace": place.name,
+                    "namespace": target.name,
                     "verb": right.verb,
                     "group": right.group,
                     "resource": right.resource,
@@ -58,7 +58,7 @@ def rights_lacking(place: Namespace) -> list[Right]:
     ]
     text = "\n".join(map(json.dumps, reviews))
     try:
-        answers = place.call("create", "--validate=false", "--filename=-", f"--output=jsonpath={FORMAT}", text=text)
+        answers = target.call("create", "--validate=false", "--filename=-", f"--output=jsonpath={FORMAT}", text=text)
     except KubectlError:
         return []
     denied = {" ".join(words[:2]) for line in answers.splitlines() if (words := line.split())[2:] == ["false"]}

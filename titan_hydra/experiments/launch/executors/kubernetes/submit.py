@@ -56,13 +56,13 @@ def by_manifest(cells: list[Cell]) -> list[tuple[Submission, list[Cell]]]:
     """Group the cells whose manifests differ only in names; return for each group one manifest and its cells. This
     works without kubectl, and writes nothing.
     """
-    found: dict[str, tuple[Submission, list[Cell]]] = {}
+    groups: dict[str, tuple[Submission, list[Cell]]] = {}
     for cell in cells:
-        one = submission_of(cell, 1, "00000000", layout.CODE.of(cell.runs) / "HASH")
+        submission = submission_of(cell, 1, "00000000", layout.CODE.of(cell.runs) / "HASH")
         # all names in a spec follow from the run's directory, so the specs of one directory differ in nothing else
-        key = json.dumps(replace(one, directory=SAME_DIRECTORY).job_spec())
-        found.setdefault(key, (one, []))[1].append(cell)
-    return list(found.values())
+        key = json.dumps(replace(submission, directory=SAME_DIRECTORY).job_spec())
+        groups.setdefault(key, (submission, []))[1].append(cell)
+    return list(groups.values())
 
 
 def faults_of_fields(cells: list[Cell]) -> Iterable[Fault]:
@@ -72,25 +72,28 @@ def faults_of_fields(cells: list[Cell]) -> Iterable[Fault]:
     except ImportError:
         return
     version = kubernetes_validate.latest_version()
-    for one, _ in by_manifest(cells):
+    for submission, _ in by_manifest(cells):
         try:
-            if one.cluster.pod:
-                kubernetes_validate.validate(one.manifest, version, strict=True)
+            if submission.cluster.pod:
+                kubernetes_validate.validate(submission.manifest, version, strict=True)
         except kubernetes_validate.ValidationError as error:
-            place = ".".join(map(str, error.path)).removeprefix("spec.template.spec").lstrip(".")
-            words = f"{place}: {error.message}" if place else error.message
+            path = ".".join(map(str, error.path)).removeprefix("spec.template.spec").lstrip(".")
+            reason = f"{path}: {error.message}" if path else error.message
             legal = error.schema.get("properties", {}) if error.validator == "additionalProperties" else ()
-            wrong = next((name for name in one.cluster.pod if legal and name not in legal), ", ".join(one.cluster.pod))
-            yield Fault("cluster.pod", wrong, f"Kubernetes {version}: {shown(words, WORDS)}", suggest(wrong, [*legal]))
+            wrong = next(
+                (name for name in submission.cluster.pod if legal and name not in legal),
+                ", ".join(submission.cluster.pod),
+            )
+            yield Fault("cluster.pod", wrong, f"Kubernetes {version}: {shown(reason, WORDS)}", suggest(wrong, [*legal]))
 
 
 def by_place(cells: list[Cell]) -> list[list[Cell]]:
     """Group cells by the namespace and the context that they name."""
-    found: dict[tuple[str | None, str | None], list[Cell]] = {}
+    groups: dict[tuple[str | None, str | None], list[Cell]] = {}
     for cell in cells:
         cluster = cast(KubernetesCluster, cell.job.cluster)
-        found.setdefault((cluster.context, cluster.namespace), []).append(cell)
-    return list(found.values())
+        groups.setdefault((cluster.context, cluster.namespace), []).append(cell)
+    return list(groups.values())
 
 
 def faults_of_place(cells: list[Cell]) -> Iterable[Fault]:
@@ -101,13 +104,13 @@ def faults_of_place(cells: list[Cell]) -> Iterable[Fault]:
     cluster = cast(KubernetesCluster, cells[0].job.cluster)
     where = ""
     try:
-        place = namespace_of(cluster)
-        where = f"namespace {place.name}, context {place.context}: "
-        place.require_answer()
+        namespace = namespace_of(cluster)
+        where = f"namespace {namespace.name}, context {namespace.context}: "
+        namespace.require_answer()
     except KubectlError as error:
         yield Fault("cluster.executor", "kubernetes", f"{where}{error}")
         return
-    lacking = rights_lacking(place)
+    lacking = rights_lacking(namespace)
     for right in lacking:
         if not right.required:
             print(f"warning: {where}you may not {right}: {right.without}", file=sys.stderr)
@@ -115,56 +118,56 @@ def faults_of_place(cells: list[Cell]) -> Iterable[Fault]:
         words = ", ".join(f"{right} (without it {right.without})" for right in required)
         yield Fault("cluster.executor", "kubernetes", f"{where}you may not {words}; docs/kubernetes.md has the Role")
         return
-    for words in refusals(place, cells):
+    for words in refusals(namespace, cells):
         if cluster.namespace and re.search('namespaces ".*" not found', words):
             yield Fault("cluster.namespace", cluster.namespace, words)
         else:
             yield Fault("cluster.executor", "kubernetes", f"{where}{words}")
 
 
-def refusals(place: Namespace, cells: list[Cell]) -> list[str]:
+def refusals(namespace: Namespace, cells: list[Cell]) -> list[str]:
     """Let the API server check the Service and one manifest of each shape, as if they were created, and return what it
     refuses: a Job that names a class that does not exist, or that breaks the site's policies or quotas.
     """
-    ones = [one for one, _ in by_manifest(cells)]
+    submissions = [submission for submission, _ in by_manifest(cells)]
     try:
-        ensure_service(place, "--dry-run=server")
-        limit = LIMIT + len(ones)
-        place.call("create", "--dry-run=server", "--filename=-", text=manifests(ones), limit=limit)
+        ensure_service(namespace, "--dry-run=server")
+        limit = LIMIT + len(submissions)
+        namespace.call("create", "--dry-run=server", "--filename=-", text=manifests(submissions), limit=limit)
     except KubectlError as error:
-        return list(dict.fromkeys(error.about(one.name) for one in ones))
+        return list(dict.fromkeys(error.about(submission.name) for submission in submissions))
     return []
 
 
-def manifests(ones: list[Submission]) -> str:
+def manifests(submissions: list[Submission]) -> str:
     """Return the manifests as one text for kubectl."""
-    return "---\n".join(one.text for one in ones)
+    return "---\n".join(submission.text for submission in submissions)
 
 
-def ensure_service(place: Namespace, *options: str) -> None:
+def ensure_service(namespace: Namespace, *options: str) -> None:
     """Create the Service that gives the pods of a namespace their names, unless it exists. Raises KubectlError if it cannot
     be created, or if a Service of this name is not ours.
     """
-    if has_service(place):
+    if has_service(namespace):
         return
     try:
-        place.call("create", *options, "--filename=-", text=json.dumps(SERVICE))
+        namespace.call("create", *options, "--filename=-", text=json.dumps(SERVICE))
     except KubectlError as error:
-        if "(AlreadyExists)" not in str(error) and (not error.uncertain or not has_service(place)):
+        if "(AlreadyExists)" not in str(error) and (not error.uncertain or not has_service(namespace)):
             raise
 
 
-def has_service(place: Namespace) -> bool:
+def has_service(namespace: Namespace) -> bool:
     """Whether the Service exists; False also if the user may not see it. Raises KubectlError if it is not ours."""
     try:
-        found = place.call("get", "service", NAME, "--ignore-not-found", "--output=json")
+        answer = namespace.call("get", "service", NAME, "--ignore-not-found", "--output=json")
     except KubectlError as error:
         if error.forbidden:
             return False
         raise
-    if found and json.loads(found)["spec"].get("selector") != SERVICE["spec"]["selector"]:
+    if answer and json.loads(answer)["spec"].get("selector") != SERVICE["spec"]["selector"]:
         raise KubectlError(f"the Service {NAME} of this namespace selects other pods: kubectl delete service {NAME}")
-    return bool(found)
+    return bool(answer)
 
 
 def submit_cells(start: list[tuple[Cell, State]], code: Path, interrupts: Interrupts) -> int:
@@ -213,20 +216,20 @@ def claimed_attempts(
 
 def create(claimed: list[tuple[Submission, Path]], namespace: Namespace) -> int:
     """Create the Jobs of claimed attempts with one call, and record their names. Return the exit status."""
-    for one, _ in claimed:
-        write_text(layout.JOB_FILE.of(one.directory), one.text)
-    text, limit = manifests([one for one, _ in claimed]), LIMIT + len(claimed)
+    for submission, _ in claimed:
+        write_text(layout.JOB_FILE.of(submission.directory), submission.text)
+    text, limit = manifests([submission for submission, _ in claimed]), LIMIT + len(claimed)
     failed = None
     try:
-        made = namespace.call("create", "--filename=-", "--output=name", text=text, limit=limit).split()
+        created = namespace.call("create", "--filename=-", "--output=name", text=text, limit=limit).split()
     except KubectlError as error:  # kubectl goes on with the other objects after an error
-        made, failed = error.output.split(), error
+        created, failed = error.output.split(), error
     rest = []
-    for one, attempt in claimed:
-        if f"job.batch/{one.name}" in made:
-            rundir.note(attempt, job_id=one.name)
+    for submission, attempt in claimed:
+        if f"job.batch/{submission.name}" in created:
+            rundir.note(attempt, job_id=submission.name)
         else:
-            rest.append((one, attempt))
+            rest.append((submission, attempt))
     return after_error(rest, failed or KubectlError("kubectl: it created no such Job")) if rest else Exit.DONE
 
 
@@ -235,29 +238,32 @@ def after_error(rest: list[tuple[Submission, Path]], error: KubectlError) -> int
     they were refused. If kubectl gives no answer, their attempts stay open, and the next command asks again. Return the
     exit status.
     """
-    errors = {one.name: KubectlError(error.about(one.name)) for one, _ in rest}
-    for pause in (0, PATIENCE) if any(one.uncertain for one in errors.values()) else (0,):
+    errors = {submission.name: KubectlError(error.about(submission.name)) for submission, _ in rest}
+    for pause in (0, PATIENCE) if any(submission.uncertain for submission in errors.values()) else (0,):
         time.sleep(pause)
         queue = ask_namespaces([layout.CLAIM.read(attempt) for _, attempt in rest])
-        for one, attempt in rest:
-            if one.token in queue.jobs:
-                rundir.note(attempt, job_id=one.name)
-                print(f"{one.directory.name}: {errors[one.name]}; the Job exists nevertheless", file=sys.stderr)
-        rest = [(one, attempt) for one, attempt in rest if one.token not in queue.jobs]
+        for submission, attempt in rest:
+            if submission.token in queue.jobs:
+                rundir.note(attempt, job_id=submission.name)
+                print(
+                    f"{submission.directory.name}: {errors[submission.name]}; the Job exists nevertheless",
+                    file=sys.stderr,
+                )
+        rest = [(submission, attempt) for submission, attempt in rest if submission.token not in queue.jobs]
         if not rest:
             return Exit.DONE
-    for one, attempt in rest:
-        words = str(errors[one.name])
-        if errors[one.name].uncertain and not queue.answers:
-            words += "; the Job may exist nevertheless: this command asks again"
+    for submission, attempt in rest:
+        reason = str(errors[submission.name])
+        if errors[submission.name].uncertain and not queue.answers:
+            reason += "; the Job may exist nevertheless: this command asks again"
         else:
-            rundir.note(attempt, ended=time.time(), refused=words)
-            words = f"refused: {words}"
-        print(f"{one.directory.name}: {words}", file=sys.stderr)
+            rundir.note(attempt, ended=time.time(), refused=reason)
+            reason = f"refused: {reason}"
+        print(f"{submission.directory.name}: {reason}", file=sys.stderr)
     return Exit.BUG
 
 
-def delete_jobs(place: Namespace, rows: list[RunRow]) -> Iterable[str]:
+def delete_jobs(namespace: Namespace, rows: list[RunRow]) -> Iterable[str]:
     """Delete the Jobs of runs of a namespace with one call. Yield a line for each that could not be deleted."""
     attempts = {
         owner_of(row)["job_id"] or row.state.job.id: layout.ATTEMPT.of(row.directory, row.state.attempt) for row in rows
@@ -267,7 +273,7 @@ def delete_jobs(place: Namespace, rows: list[RunRow]) -> Iterable[str]:
         rundir.mark_cancelled(attempt)
     options = ("--wait=false", "--cascade=background", "--ignore-not-found", "--output=name")
     try:
-        deleted = place.call("delete", "job", *attempts, *options).split()
+        deleted = namespace.call("delete", "job", *attempts, *options).split()
     except KubectlError as error:
         for attempt in () if error.uncertain else marked:
             layout.CANCELLED.of(attempt).unlink(missing_ok=True)
@@ -279,7 +285,7 @@ def delete_jobs(place: Namespace, rows: list[RunRow]) -> Iterable[str]:
     for name in attempts.keys() - {*names}:
         if attempts[name] in marked:  # nothing was stopped, so however the run ends, it was not this command
             layout.CANCELLED.of(attempts[name]).unlink(missing_ok=True)
-        yield f"{name}: there is no such Job in the namespace {place.name}"
+        yield f"{name}: there is no such Job in the namespace {namespace.name}"
 
 
 def unfit_nodes(failure: Failure | None) -> tuple[str, ...]:

@@ -62,19 +62,21 @@ def _without_trace(attempt: Path) -> Failure:
     any rank, something has killed the script or srun on the job's first node.
     """
     kind, status, line = VERDICTS["FAILED"]
-    began, end = layout.OWN_JOB.of(attempt).exists(), layout.EXIT.of(attempt)
+    owned_by_script, exit_file = layout.OWN_JOB.of(attempt).exists(), layout.EXIT.of(attempt)
     host = layout.RANK.read(attempt, 0).get("host")
     last = layout.last_lines(layout.JOB_LOG.of(attempt), 1)
-    if last.endswith("nothing is started") and end.exists():  # the script could not take a layout
-        status = int(end.read_text())
+    if last.endswith("nothing is started") and exit_file.exists():  # the script could not take a layout
+        status = int(exit_file.read_text())
         kind, line = KIND_OF.get(status, Kind.UNKNOWN), last
-    elif began and not end.exists():
+    elif owned_by_script and not exit_file.exists():
         kind, status, line = Kind.NODE, Exit.UNHEALTHY, f"the batch script was killed, on {host or 'its first node'}"
-    elif began and end.read_text().strip() == str(int(Exit.UNHEALTHY)):
+    elif owned_by_script and exit_file.read_text().strip() == str(int(Exit.UNHEALTHY)):
         kind, status, line = Kind.NODE, Exit.UNHEALTHY, f"srun was killed, on {host or 'its first node'}"
     log = layout.JOB_LOG.of(attempt)
-    kept = log if log.exists() else None
-    return Failure(None, status, line, layout.last_lines(log), kept, kind, host if kind == Kind.NODE else None, attempt)
+    existing_log = log if log.exists() else None
+    return Failure(
+        None, status, line, layout.last_lines(log), existing_log, kind, host if kind == Kind.NODE else None, attempt
+    )
 
 
 def _host(state: str, log: str) -> str | None:
@@ -83,8 +85,8 @@ def _host(state: str, log: str) -> str | None:
         "NODE_FAIL": r"STEP \S+ ON (\S+) CANCELLED AT \S+ DUE TO NODE FAILURE|Node failure on (\S+)",
         "OUT_OF_MEMORY": r"srun: error: (\S+?): tasks? [\d,-]+: Out Of Memory",
     }
-    found = re.search(patterns[state], log) if state in patterns else None
-    return next(filter(None, found.groups())) if found else None
+    match = re.search(patterns[state], log) if state in patterns else None
+    return next(filter(None, match.groups())) if match else None
 
 
 def _seen_by_srun(attempt: Path) -> dict[int, dict[str, Any]]:
@@ -96,18 +98,18 @@ def _seen_by_srun(attempt: Path) -> dict[int, dict[str, Any]]:
     without a heartbeat, or any rank in a hang, counts as killed by srun, unless srun's first line is about this rank.
     """
     died, records = deaths(attempt), layout.RANK.read_all(attempt)
-    hung = any(said.get("exit_status") == Exit.HANG for said in records.values())
+    hung = any(record.get("exit_status") == Exit.HANG for record in records.values())
     seen = {}
     for rank, (status, host, order) in died.items():
         asked = layout.BEAT.read(attempt, rank).get("asked")
         killed = status in (-signal.SIGKILL, -signal.SIGTERM) and bool(asked or (order and (hung or asked is None)))
         seen[rank] = {"exit_status": status, "host": host, "ended": float("inf"), "killed": killed, "order": order}
-    noticed = any((said.get("error") or {}).get("secondary") for said in records.values())
-    heard = {said.get("host") for rank, said in records.items() if rank in died or "exit_status" in said}
-    for rank, said in records.items() if died and noticed else ():
-        if rank not in died and "exit_status" not in said:
+    noticed = any((record.get("error") or {}).get("secondary") for record in records.values())
+    hosts_of_ended = {record.get("host") for rank, record in records.items() if rank in died or "exit_status" in record}
+    for rank, record in records.items() if died and noticed else ():
+        if rank not in died and "exit_status" not in record:
             # SLURM reports a lost node only after its SlurmdTimeout, when the job has long ended
-            lost = said.get("host") not in heard
+            lost = record.get("host") not in hosts_of_ended
             seen[rank] = {"exit_status": Exit.UNHEALTHY if lost else 0, "ended": float("inf")}
     return seen
 
@@ -116,20 +118,22 @@ def deaths(attempt: Path) -> dict[int, tuple[int, str, int]]:
     """Return how ranks ended according to srun: {rank: (exit status or -signal, host, number of srun's line)}, in the
     order of the lines.
     """
-    found: dict[int, tuple[int, str, int]] = {}
+    by_rank: dict[int, tuple[int, str, int]] = {}
     for number, (host, tasks, how) in enumerate(
         DEATH.findall(layout.last_lines(layout.JOB_LOG.of(attempt), 2000, 1 << 20))
     ):
         status = _status(how)
         for rank in _numbers(tasks):
-            found.setdefault(rank, (status, host, number))
-    return found
+            by_rank.setdefault(rank, (status, host, number))
+    return by_rank
 
 
 def _status(how: str) -> int:
     if code := re.match(r"Exited with exit code (\d+)", how):
         return int(code[1])
-    return next((-number for words, number in SIGNALS.items() if words and how.startswith(words)), Exit.BUG)
+    return next(
+        (-number for signal_text, number in SIGNALS.items() if signal_text and how.startswith(signal_text)), Exit.BUG
+    )
 
 
 def _numbers(tasks: str) -> list[int]:

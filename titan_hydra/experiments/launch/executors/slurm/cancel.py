@@ -38,11 +38,11 @@ def cancel_jobs(rows: list[RunRow]) -> Iterable[str]:
         return
     try:
         done = subprocess.run(["scancel", *dict.fromkeys(jobs)], capture_output=True, text=True, timeout=squeue.LIMIT)
-        said = done.stderr.strip() or (f"it ended with status {done.returncode}" if done.returncode else "")
+        error_text = done.stderr.strip() or (f"it ended with status {done.returncode}" if done.returncode else "")
     except (OSError, subprocess.TimeoutExpired) as error:
-        said = str(error)
-    if said:
-        yield f"scancel: {said}"
+        error_text = str(error)
+    if error_text:
+        yield f"scancel: {error_text}"
     else:
         print(f"cancelled {counted(len(cells), 'cell')} ({', '.join(ranges(jobs))})")
 
@@ -53,7 +53,7 @@ def ranges(jobs: list[str]) -> list[str]:
     for job in jobs:
         array, _, task = job.rpartition("_")
         arrays.setdefault(array, set()).add(int(task))
-    found = []
+    shortened = []
     for array, tasks in arrays.items():
         runs: list[list[int]] = []
         for task in sorted(tasks):
@@ -62,18 +62,18 @@ def ranges(jobs: list[str]) -> list[str]:
             else:
                 runs.append([task])
         parts = ["-".join(map(str, run)) for run in runs]
-        found += [f"{array}_[{','.join(parts)}]" if len(tasks) > 1 else f"{array}_{parts[0]}"] if array else parts
-    return found
+        shortened += [f"{array}_[{','.join(parts)}]" if len(tasks) > 1 else f"{array}_{parts[0]}"] if array else parts
+    return shortened
 
 
 def sharing(owner: Owner, row: RunRow, rows: list[RunRow]) -> list[str]:
     """Return the names of all runs that have not ended and run in the same packed job as `row`, but are not in `rows`."""
-    found = []
+    names = []
     for directory in {*row.directory.parent.iterdir()} - {row.directory for row in rows}:
         mine = [
             attempt
             for attempt in layout.ATTEMPT.all(directory).values()
             if layout.CLAIM.read(attempt).get("token") == owner["token"]
         ]
-        found += [directory.name for attempt in mine if not layout.EXIT.of(attempt).exists()]
-    return found
+        names += [directory.name for attempt in mine if not layout.EXIT.of(attempt).exists()]
+    return names

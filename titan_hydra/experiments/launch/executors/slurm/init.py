@@ -59,12 +59,12 @@ def option_of_partition(args: argparse.Namespace) -> SiteOption:
         raise ConfigError(
             "sinfo does not answer: run this on a login node of the cluster, or copy conf/cluster/slurm.yaml by hand"
         )
-    found = list(partitions(listing))
-    chosen = choose_partition(found, args.partition)
+    available = list(partitions(listing))
+    chosen = choose_partition(available, args.partition)
     walls = [limit.minutes for limit in limits_of(SlurmCluster(partition=chosen.name)) if limit.minutes is not None]
     chosen = replace(chosen, minutes=min(walls, default=chosen.minutes))
     cluster = squeue.setting("ClusterName") or "mysite"
-    others = ", ".join(sorted({partition.name for partition in found} - {chosen.name}))
+    others = ", ".join(sorted({partition.name for partition in available} - {chosen.name}))
     note = (
         f"other partitions with GPUs: {others} (--partition, or cluster.partition= for a single run)" if others else ""
     )
@@ -96,23 +96,23 @@ def gpus_of(gres: str) -> tuple[str, int]:
     """Parse the kind and the number of GPUs from a node's GRES. `gpu:h100:8(S:0-1),nvme:1` means eight h100; `gpu:8` names
     no kind.
     """
-    found = re.findall(r"(?:^|,)gpu(?::([^:,()]+))??(?::(\d+))?(?=[(,]|$)", gres)
-    kinds = {kind for kind, _ in found if kind}
-    return "+".join(sorted(kinds)), sum(int(number or 1) for _, number in found)
+    entries = re.findall(r"(?:^|,)gpu(?::([^:,()]+))??(?::(\d+))?(?=[(,]|$)", gres)
+    kinds = {kind for kind, _ in entries if kind}
+    return "+".join(sorted(kinds)), sum(int(number or 1) for _, number in entries)
 
 
-def choose_partition(found: list[Partition], wanted: str | None) -> Partition:
+def choose_partition(available: list[Partition], wanted: str | None) -> Partition:
     """Return the requested partition, else the default partition, else the partition with most GPUs. If the partition
     has several kinds of nodes, return its entry for the kind with most GPUs.
     """
-    if not found:
+    if not available:
         raise ConfigError(
             "sinfo shows no partition whose nodes have GPUs (GRES gpu); copy conf/cluster/slurm.yaml by hand"
         )
-    names = dict.fromkeys(partition.name for partition in found)
+    names = dict.fromkeys(partition.name for partition in available)
     if wanted and wanted not in names:
         raise ConfigError(f"--partition {wanted}: no such partition with GPUs; there are {', '.join(names)}")
-    candidates = [partition for partition in found if partition.name == wanted] if wanted else found
+    candidates = [partition for partition in available if partition.name == wanted] if wanted else available
     return max(candidates, key=lambda partition: (partition.default, partition.nodes * partition.gpus))
 
 

@@ -77,9 +77,9 @@ def faults(arrays: Iterable[Array]) -> Iterator[Fault]:
                     f"{together}{counted(shape.time_minutes, 'minute')}, and {limit.source} allows {limit.minutes:,}"
                 )
                 yield Fault("cluster.time_minutes", cluster.time_minutes, reason, legal=(most,) if most else ())
-            for count, most, what in ((shape.nodes, limit.nodes, "node"), (gpus, limit.gpus, "GPU")):
+            for count, most, noun in ((shape.nodes, limit.nodes, "node"), (gpus, limit.gpus, "GPU")):
                 if most is not None and count > most:
-                    yield Fault("gpus", gpus, f"{counted(count, what)} for a job, and {limit.source} allows {most:,}")
+                    yield Fault("gpus", gpus, f"{counted(count, noun)} for a job, and {limit.source} allows {most:,}")
 
 
 def _partition(name: str) -> dict[str, str]:
@@ -87,9 +87,9 @@ def _partition(name: str) -> dict[str, str]:
     is no such partition.
     """
     for line in (squeue.call("scontrol", "show", "partition", "--oneliner") or "").splitlines():
-        found = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        if found.get("PartitionName") == name or (not name and found.get("Default") == "YES"):
-            return found
+        settings = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if settings.get("PartitionName") == name or (not name and settings.get("Default") == "YES"):
+            return settings
     return {}
 
 

@@ -83,7 +83,7 @@ def _job(line: str) -> SlurmJob | None:
 def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
     """Ask sacct how the jobs that squeue no longer lists have ended; {} on a cluster without accounting."""
     ids = sorted(job_ids)
-    found = {}
+    jobs = {}
     for first in range(0, len(ids), 500):  # several calls, as the length of a command line is limited
         out = call(
             "sacct", "-X", "-n", "--parsable2", "-j", ",".join(ids[first : first + 500]), "-o", "JobID,State,NodeList"
@@ -92,8 +92,8 @@ def ended(job_ids: Iterable[str]) -> dict[str, SlurmJob]:
             job_id, state, nodes = [*line.split("|"), "", ""][:3]
             if state:
                 # only the first word: sacct also writes "CANCELLED by 1000"
-                found[job_id] = SlurmJob(job_id, state.split()[0], nodes=nodes)
-    return found
+                jobs[job_id] = SlurmJob(job_id, state.split()[0], nodes=nodes)
+    return jobs
 
 
 def setting(name: str) -> str:
@@ -103,8 +103,8 @@ def setting(name: str) -> str:
     if not SETTINGS or (not SETTINGS[-1][1] and time.monotonic() - SETTINGS[-1][0] > LIMIT):
         text = call("scontrol", "show", "config") or ""
         SETTINGS[:] = [(time.monotonic(), text)]
-    found = re.search(rf"^{name}\s*=\s*(\S+)", SETTINGS[-1][1], re.M)
-    return found[1] if found else ""
+    match = re.search(rf"^{name}\s*=\s*(\S+)", SETTINGS[-1][1], re.M)
+    return match[1] if match else ""
 
 
 def elsewhere(owner: Owner) -> str:

@@ -318,10 +318,10 @@ def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code
 
 def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: Path, after: str) -> None:
     """Write every file that the job needs, call sbatch, and record its job ids. Raises SubmissionError."""
-    place = folder / array.token if folder else claimed[0][0] / "submission"
+    submission_folder = folder / array.token if folder else claimed[0][0] / "submission"
     name = folder.name if folder else array.cells[0].directory.name
     batch, attempts = (
-        batch_of(array, place, claimed, name, code, after),
+        batch_of(array, submission_folder, claimed, name, code, after),
         [attempt for own in claimed for attempt in own],
     )
     for cell in array.cells:
@@ -330,7 +330,7 @@ def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: 
     batch.write()
     for index, attempt in enumerate(attempts):
         rundir.note(attempt, index=index, token=array.token)
-        shutil.copy(layout.SBATCH.of(place), layout.SBATCH.of(attempt.parents[1]))
+        shutil.copy(layout.SBATCH.of(submission_folder), layout.SBATCH.of(attempt.parents[1]))
     job_ids, cluster = batch.submit_all()
     for attempt, job_id in zip(attempts, job_ids, strict=True):
         rundir.note(attempt, job_id=job_id, **({"cluster": cluster} if cluster else {}))
