@@ -289,7 +289,7 @@ def listing_of_verbs(word: str, width: int) -> str:
             "",
             _sentence(COMMANDS[word], width),
             "",
-            *_columns({verb: one.text for verb, one in verbs.items()}, max(map(len, verbs)), width),
+            *_columns({verb: verb_word.text for verb, verb_word in verbs.items()}, max(map(len, verbs)), width),
             "",
             _examples(COMMANDS[word]),
         ]
@@ -380,7 +380,7 @@ def _arguments(name: str, argv: list[str]) -> argparse.Namespace:
     word = COMMANDS[name]
     text = _sentence(word, _width())
     if verbs := verbs_of(name, COMMANDS):
-        columns = _columns({verb: one.text for verb, one in verbs.items()}, max(map(len, verbs)), _width())
+        columns = _columns({verb: verb_word.text for verb, verb_word in verbs.items()}, max(map(len, verbs)), _width())
         text = "\n".join([text, "", f"titan {name} VERB:", *columns])
     parser = _Parser(
         prog=f"titan {name}",

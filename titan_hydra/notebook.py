@@ -76,8 +76,8 @@ class _OneRun:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name, with a field for each varied key in place of `varied`."""
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "varied"}
-        return {"name": own.pop("name")} | self.varied | own
+        values = {column.name: getattr(self, column.name) for column in fields(self) if column.name != "varied"}
+        return {"name": values.pop("name")} | self.varied | values
 
     def curve(self, column: str = "loss") -> StepCurve:
         """Return a column of metrics.jsonl or, if it has none of this name, of events.jsonl, such as validation_loss.
@@ -88,10 +88,10 @@ class _OneRun:
         known: set[str] = set()
         for file in (layout.METRICS, layout.EVENTS):
             rows, _ = file.rows(self.directory)
-            found = {row["step"]: row[column] for row in rows if "step" in row and _is_number(row.get(column))}
-            if found:
+            by_step = {row["step"]: row[column] for row in rows if "step" in row and _is_number(row.get(column))}
+            if by_step:
                 return StepCurve(
-                    numpy.array(sorted(found)), numpy.array([float(found[step]) for step in sorted(found)])
+                    numpy.array(sorted(by_step)), numpy.array([float(by_step[step]) for step in sorted(by_step)])
                 )
             known |= {name for row in rows for name, value in row.items() if _is_number(value)}
         hint = did_you_mean(
@@ -185,7 +185,7 @@ class PlannedLayout:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name, without `document`."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "document"}
+        return {column.name: getattr(self, column.name) for column in fields(self) if column.name != "document"}
 
 
 def runs(target: str | Path | None = None, folder: str | Path = "runs") -> Frame[RunInfo]:
@@ -206,18 +206,18 @@ def report(
     """Compare runs as `titan report TARGET --runs FOLDER` does, with its options. Raises ConfigError if there are none, or
     if they cannot be compared.
     """
-    made = report_of(None if target is None else str(target), Path(folder), baseline, {*allow}, over)
-    document = write.report_document(made)
+    compared = report_of(None if target is None else str(target), Path(folder), baseline, {*allow}, over)
+    document = write.report_document(compared)
     rows = Frame[ComparedRun]()
-    for row, values in zip(made.rows, document["rows"], strict=True):
-        given = {one.name: values[one.name] for one in fields(ComparedRun) if one.name in values}
-        own = {
+    for row, values in zip(compared.rows, document["rows"], strict=True):
+        known_values = {column.name: values[column.name] for column in fields(ComparedRun) if column.name in values}
+        run_values = {
             "name": row.label,
             "directory": row.cell.directory,
             "varied": {key: values[key] for key in document["varied"]},
         }
-        rows.append(ComparedRun(**given | own))
-    return Comparison(made.name, made.caption, made.notes, rows, made)
+        rows.append(ComparedRun(**known_values | run_values))
+    return Comparison(compared.name, compared.caption, compared.notes, rows, compared)
 
 
 def plan(overrides: Words) -> Frame[PlannedLayout]:
@@ -234,7 +234,7 @@ def plan(overrides: Words) -> Frame[PlannedLayout]:
     )
     if not done.stdout:
         raise _error(done.returncode, done.stderr)
-    names = [one.name for one in fields(PlannedLayout) if one.name != "document"]
+    names = [column.name for column in fields(PlannedLayout) if column.name != "document"]
     return Frame(PlannedLayout(**{name: row[name] for name in names}, document=row) for row in json.loads(done.stdout))
 
 

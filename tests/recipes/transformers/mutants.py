@@ -36,7 +36,7 @@ OF_TRANSFORMERS = [
            "Each stage normalizes what it sends.", (), (STAGES,)),
     Mutant("a stage begins at the first block's place", "transformers", MODEL, "if str(number) not in self.layers:",
            "if str(number % len(self.layers)) not in self.layers:", "Blocks of other stages are computed.", (), (STAGES,)),
-    Mutant("a lost kind of blocks", "transformers", "recipes/transformers/known.py", "found[: layers - len(lost)] + lost", "found",
+    Mutant("a lost kind of blocks", "transformers", "recipes/transformers/known.py", "first_kinds[: layers - len(lost)] + lost", "first_kinds",
            "A shortened model has only the first kinds of blocks.", (), (KEYS,)),
 ]
 # fmt: on

@@ -133,17 +133,17 @@ def _error(runs: tuple[Measured, ...], hardware: Hardware, start: Hardware) -> f
     return off + PULL * moved
 
 
-def as_yaml(found: Fit, name: str) -> str:
+def as_yaml(fitted: Fit, name: str) -> str:
     """Return the text of a file for conf/hardware: the rates, each with a comment that tells how it was found."""
-    worst = max(abs(found.residual(run)) for run in found.runs)
+    worst = max(abs(fitted.residual(run)) for run in fitted.runs)
     lines = [
-        f"# {name}: calibrated from {counted(len(found.runs), 'run')}, whose times it gives within {worst:.0%}.",
+        f"# {name}: calibrated from {counted(len(fitted.runs), 'run')}, whose times it gives within {worst:.0%}.",
         f"name: {name}",
         "measured: true",
     ]
-    for key, value in vars(found.hardware).items():
+    for key, value in vars(fitted.hardware).items():
         if key not in ("name", "measured") and value is not None:
-            origin = "fitted" if key in found.fitted else f"as {found.hardware.name}"
+            origin = "fitted" if key in fitted.fitted else f"as {fitted.hardware.name}"
             lines.append(f"{key}: {_yaml_value(value)}".ljust(28) + f"# {origin}")
     return "\n".join(lines) + "\n"
 

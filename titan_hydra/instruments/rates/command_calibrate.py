@@ -43,22 +43,22 @@ def main(args: argparse.Namespace) -> int:
     into = target_file(args.into)
     with device_counting(args, "titan rates calibrate"):
         hardware = planned_job(args)[0].hardware
-    found = fit_cells([cell for target in args.measured for cell in choose(target, args.runs).cells], hardware)
+    fit = fit_cells([cell for target in args.measured for cell in choose(target, args.runs).cells], hardware)
     if args.json:
-        print(to_json(fit_as_json(found, hardware)))
+        print(to_json(fit_as_json(fit, hardware)))
     else:
-        show_fit(found, hardware)
+        show_fit(fit, hardware)
     if into:
         with notes_on_stderr(args.json):
-            write_file(found, into)
+            write_file(fit, into)
     return Exit.DONE
 
 
-def write_file(found: plan.Fit, file: Path) -> None:
+def write_file(fit: plan.Fit, file: Path) -> None:
     """Write a hardware file, and print the option that chooses it. Raises ConfigError if the file cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, plan.as_yaml(found, file.stem))
+        write_text(file, plan.as_yaml(fit, file.stem))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error
     print(f"{file}: written; plan with {line_that_sees(file.parent)[1]}hardware={file.stem}")
@@ -96,35 +96,35 @@ def _measured(cell: RunCell) -> plan.Measured | None:
     return plan.measured(cell.name, load_job(cell.directory), rate)
 
 
-def fit_as_json(found: plan.Fit, start: Hardware) -> dict[str, Any]:
+def fit_as_json(fit: plan.Fit, start: Hardware) -> dict[str, Any]:
     """Return as JSON values what `show_fit` prints."""
     runs = [
         {
             "name": run.name,
             "step_seconds": run.step_seconds,
             "predicted_before": plan.seconds(run, start),
-            "predicted": plan.seconds(run, found.hardware),
-            "residual": found.residual(run),
+            "predicted": plan.seconds(run, fit.hardware),
+            "residual": fit.residual(run),
         }
-        for run in found.runs
+        for run in fit.runs
     ]
-    rates = {name: {"before": getattr(start, name), "fitted": getattr(found.hardware, name)} for name in found.fitted}
-    return {"hardware": start.name, "rates": rates, "runs": runs, "notes": [*found.notes]}
+    rates = {name: {"before": getattr(start, name), "fitted": getattr(fit.hardware, name)} for name in fit.fitted}
+    return {"hardware": start.name, "rates": rates, "runs": runs, "notes": [*fit.notes]}
 
 
-def show_fit(found: plan.Fit, start: Hardware) -> None:
+def show_fit(fit: plan.Fit, start: Hardware) -> None:
     """Print the rates before and after the fit, and for each run the measured and the predicted seconds of a step."""
-    rates = [(name, f"{getattr(start, name):.4g}", f"{getattr(found.hardware, name):.4g}") for name in found.fitted]
+    rates = [(name, f"{getattr(start, name):.4g}", f"{getattr(fit.hardware, name):.4g}") for name in fit.fitted]
     print(*table(("rate", start.name, "fitted"), rates, (start.name, "fitted")), sep="\n")
     rows = [
         (
             run.name,
             f"{run.step_seconds:.3f}",
             f"{plan.seconds(run, start):.3f}",
-            f"{plan.seconds(run, found.hardware):.3f}",
-            f"{found.residual(run):+.1%}",
+            f"{plan.seconds(run, fit.hardware):.3f}",
+            f"{fit.residual(run):+.1%}",
         )
-        for run in found.runs
+        for run in fit.runs
     ]
     titles = ("run", "seconds a step", f"by {start.name}", "fitted", "residual")
-    print("", *table(titles, rows, titles[1:], ("run",)), *found.notes, sep="\n")
+    print("", *table(titles, rows, titles[1:], ("run",)), *fit.notes, sep="\n")

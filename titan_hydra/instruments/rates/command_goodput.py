@@ -166,10 +166,10 @@ def _interrupted(attempt: Path, over: bool) -> bool:
 
 def predicted_step(job: Job) -> float:
     """Return the predicted seconds of a step."""
-    found = predict.predict(job)
-    if not found.speed:
-        raise ConfigError(f"{found.reason}; --step-seconds gives it")
-    return found.speed.step_seconds
+    prediction = predict.predict(job)
+    if not prediction.speed:
+        raise ConfigError(f"{prediction.reason}; --step-seconds gives it")
+    return prediction.speed.step_seconds
 
 
 def by_interval(at: Site, rows: list[Way]) -> Iterator[dict[str, Any]]:

@@ -30,10 +30,10 @@ def main(args: argparse.Namespace) -> int:
     """Predict the rows of a file, and print the errors by source, device and technique, and those of left-out rows.
     Returns 0, or 2 if no row can be predicted.
     """
-    found, skipped = [], []
+    scored, skipped = [], []
     for row in rows_of(args.rows):
         try:
-            found.append(score(row))
+            scored.append(score(row))
         except (NotPredictable, ConfigError, KeyError, ValueError) as error:
             skipped.append(
                 (
@@ -42,14 +42,21 @@ def main(args: argparse.Namespace) -> int:
                 )
             )
     if args.json:
-        print(to_json({"rows": [*map(_as_json, found)], "skipped": dict(skipped)}))
-        return Exit.DONE if found else Exit.CONFIG
-    counted, apart = [one for one in found if not one.apart], [one for one in found if one.apart]
+        print(to_json({"rows": [*map(_as_json, scored)], "skipped": dict(skipped)}))
+        return Exit.DONE if scored else Exit.CONFIG
+    counted, apart = (
+        [row_score for row_score in scored if not row_score.apart],
+        [row_score for row_score in scored if row_score.apart],
+    )
     for title, rows, name in (
-        ("by source", counted, lambda one: str(one.row.get("source", "no source")).split(",")[0][:60]),
-        ("by device and technique", counted, lambda one: f"{one.row['hardware']}, {technique_of(one.shape.job)}"),
-        ("apart", apart, lambda one: one.apart),
-        ("together", counted, lambda one: one.technique.split(",")[0]),
+        ("by source", counted, lambda row_score: str(row_score.row.get("source", "no source")).split(",")[0][:60]),
+        (
+            "by device and technique",
+            counted,
+            lambda row_score: f"{row_score.row['hardware']}, {technique_of(row_score.shape.job)}",
+        ),
+        ("apart", apart, lambda row_score: row_score.apart),
+        ("together", counted, lambda row_score: row_score.technique.split(",")[0]),
     ):
         if rows:
             print(title, *table(TITLES, _groups(rows, name), TITLES[1:]), "", sep="\n")
@@ -60,28 +67,30 @@ def main(args: argparse.Namespace) -> int:
         "",
         sep="\n",
     )
-    for one in sorted(counted, key=lambda one: -abs(one.error))[:5]:
-        print(f"{one.error:+.1%}  {one.row['id']}: {one.speed[0]:,.0f} tokens/s, predicted {one.speed[1]:,.0f}")
+    for row_score in sorted(counted, key=lambda row_score: -abs(row_score.error))[:5]:
+        print(
+            f"{row_score.error:+.1%}  {row_score.row['id']}: {row_score.speed[0]:,.0f} tokens/s, predicted {row_score.speed[1]:,.0f}"
+        )
     for name, reason in skipped:
         print(f"skipped  {name}: {reason}")
-    return Exit.DONE if found else Exit.CONFIG
+    return Exit.DONE if scored else Exit.CONFIG
 
 
 def _fits(rows: Iterable[Scored]) -> list[str]:
     """Return a line that says how many rows with a measured memory are wrongly predicted to fit, or not to fit."""
-    known = [(one.shape.job.hardware.memory_gib, *one.memory) for one in rows if one.memory]
+    known = [(scored.shape.job.hardware.memory_gib, *scored.memory) for scored in rows if scored.memory]
     fitting = sum(predicted <= FITS * room < measured for room, measured, predicted in known)
     refused = sum(predicted > TIGHT * room for room, _, predicted in known)
-    told = f"{len(known)} rows with measured memory: {fitting} predicted to fit, but above {FITS:.0%} of the device"
-    return [f"{told}; {refused} predicted not to fit, but ran", ""] if known else []
+    summary = f"{len(known)} rows with measured memory: {fitting} predicted to fit, but above {FITS:.0%} of the device"
+    return [f"{summary}; {refused} predicted not to fit, but ran", ""] if known else []
 
 
 def _left_out() -> list[str]:
     """Return the table of published rows that the constants were not fitted to: the errors to expect elsewhere."""
     titles = ("", "rows", "tokens/s: median error", "worst", "inside their bands")
     rows = [
-        (name, one["rows"], f"{one['median']:.1%}", f"{one['worst']:+.1%}", one.get("inside", "-"))
-        for name, one in json.loads(LEFT_OUT.read_text()).items()
+        (name, errors["rows"], f"{errors['median']:.1%}", f"{errors['worst']:+.1%}", errors.get("inside", "-"))
+        for name, errors in json.loads(LEFT_OUT.read_text()).items()
     ]
     return table(titles, rows, titles[1:])
 
@@ -89,37 +98,37 @@ def _left_out() -> list[str]:
 def _groups(rows: Iterable[Scored], name: Callable[[Scored], Any]) -> list[tuple[Any, ...]]:
     """Group the rows by the name that `name` gives them, and return a row of the table for each group."""
     groups = defaultdict(list)
-    for one in rows:
-        groups[name(one)].append(one)
+    for scored in rows:
+        groups[name(scored)].append(scored)
     return [(title, len(own), *_speeds(own), *_bands(own), *_memories(own)) for title, own in groups.items()]
 
 
 def _speeds(rows: list[Scored]) -> tuple[str, str, str]:
-    errors = [one.error for one in rows]
+    errors = [scored.error for scored in rows]
     return f"{median(map(abs, errors)):.1%}", f"{median(errors):+.1%}", f"{max(errors, key=abs):+.1%}"
 
 
 def _bands(rows: list[Scored]) -> tuple[str, str]:
     """Return the error band of predictions like these, and how many of the rows are inside their own bands."""
-    bands = [band_of(one.shape.job) for one in rows]
-    inside = sum(abs(one.deviation) <= band for one, band in zip(rows, bands, strict=True))
+    bands = [band_of(scored.shape.job) for scored in rows]
+    inside = sum(abs(scored.deviation) <= band for scored, band in zip(rows, bands, strict=True))
     return f"+-{bands[0]:.0%}" if len({*bands}) == 1 else "-", str(inside)
 
 
 def _memories(rows: list[Scored]) -> tuple[str, str]:
-    errors = [one.memory[1] / one.memory[0] - 1 for one in rows if one.memory]
+    errors = [scored.memory[1] / scored.memory[0] - 1 for scored in rows if scored.memory]
     return (f"{median(map(abs, errors)):.1%}", f"{max(errors, key=abs):+.1%}") if errors else ("-", "-")
 
 
-def _as_json(one: Scored) -> dict[str, Any]:
+def _as_json(scored: Scored) -> dict[str, Any]:
     return {
-        "id": one.row["id"],
-        "source": one.row.get("source"),
-        "technique": one.technique,
-        "overrides": " ".join(one.overrides),
-        "tokens_per_second": one.speed,
-        "memory_gib": one.memory,
-        "error": one.error,
-        "band": band_of(one.shape.job),
-        "apart": one.apart,
+        "id": scored.row["id"],
+        "source": scored.row.get("source"),
+        "technique": scored.technique,
+        "overrides": " ".join(scored.overrides),
+        "tokens_per_second": scored.speed,
+        "memory_gib": scored.memory,
+        "error": scored.error,
+        "band": band_of(scored.shape.job),
+        "apart": scored.apart,
     }

@@ -77,15 +77,15 @@ def tuned(args: argparse.Namespace) -> int:
     if len(planned) < 2:
         raise bad_value("--gpus", gpus, f"only one layout fits, so nothing is compared: {planned[0]}")
     for turn in range(1, ROUNDS + 1):
-        layouts += [one for one in planned if one not in layouts]
+        layouts += [degrees for degrees in planned if degrees not in layouts]
         print(f"\nround {turn}: {len(layouts)} layouts; predicted to be the fastest: {planned[0]}", flush=True)
-        composed = [_composition(one, args) for one in layouts]
+        composed = [_composition(degrees, args) for degrees in layouts]
         status = dispatch(composed)
-        places = [rundir.directory_of(freeze(read(config)[0])) for config, _ in composed]
-        cells = [RunCell(one, place) for one, place in zip(layouts, places, strict=True)]
+        directories = [rundir.directory_of(freeze(read(config)[0])) for config, _ in composed]
+        cells = [RunCell(degrees, directory) for degrees, directory in zip(layouts, directories, strict=True)]
         if status == Exit.CONFIG:
             return status
-        if any(state.kind not in ("done", "failed") for state in rundir.states(places)):
+        if any(state.kind not in ("done", "failed") for state in rundir.states(directories)):
             print("not all runs have ended; the same command continues")
             return status
         fit = calibrate.fit_cells(cells, job.hardware)

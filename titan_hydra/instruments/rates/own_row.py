@@ -63,9 +63,15 @@ def row_of(job: Job, name: str) -> Row:
 
 def _differences(job: Job, row: Row) -> list[str]:
     """Return overrides that make the row's job more like `job`: options of config groups if these differ, else values."""
-    made = freeze(compose_unchecked(*overrides_of(row, job.hardware.name, mode_of_row(row) or "none")))
-    wanted, found = ({key: value for key, _, value, _ in leaves(one) if key.startswith(READ)} for one in (job, made))
-    changed = {key: value for key, value in wanted.items() if found.get(key, value) != value and key != "model.name"}
+    job_of_row = freeze(compose_unchecked(*overrides_of(row, job.hardware.name, mode_of_row(row) or "none")))
+    values_of_job, values_of_row = (
+        {key: value for key, _, value, _ in leaves(compared) if key.startswith(READ)} for compared in (job, job_of_row)
+    )
+    changed = {
+        key: value
+        for key, value in values_of_job.items()
+        if values_of_row.get(key, value) != value and key != "model.name"
+    }
     options = {key.removesuffix(".name"): value for key, value in changed.items() if key.endswith(".name")}
     return [f"{key}={_text(value)}" for key, value in (options or changed).items()]
 

@@ -31,12 +31,12 @@ def with_predictions(report: Report) -> Report:
     nothing can be predicted.
     """
     rates = layout.RATES.read(report.selection.manifest) if report.selection.manifest else {}
-    found = [prediction(row.cell.directory, rates) for row in report.own]
-    if not any(isinstance(one, Prediction) for one in found):
-        raise ConfigError(f"--predicted: {found[0]}")  # the reason why the first run cannot be predicted
+    predictions = [prediction(row.cell.directory, rates) for row in report.own]
+    if not any(isinstance(predicted, Prediction) for predicted in predictions):
+        raise ConfigError(f"--predicted: {predictions[0]}")  # the reason why the first run cannot be predicted
     own = [
-        replace(row, prediction=one if isinstance(one, Prediction) else None)
-        for row, one in zip(report.own, found, strict=True)
+        replace(row, prediction=predicted if isinstance(predicted, Prediction) else None)
+        for row, predicted in zip(report.own, predictions, strict=True)
     ]
     foreign = report.rows[len(own) :]
     return replace(report, rows=[*own, *foreign])
@@ -46,10 +46,10 @@ def prediction(directory: Path, rates: dict[str, Any]) -> Prediction | str:
     """Predict a run from its config.json, or return the reason why this is impossible."""
     try:
         job = job_of_run(directory)
-        found = predict(on(job, Hardware(**rates)) if rates else job)
+        predicted = predict(on(job, Hardware(**rates)) if rates else job)
     except NotPredictable as error:
         return str(error)
-    return found.reason if found.reason and found.capacity_gib is None else found
+    return predicted.reason if predicted.reason and predicted.capacity_gib is None else predicted
 
 
 def measured_rows(report: Report) -> str:

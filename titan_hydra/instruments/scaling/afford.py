@@ -58,8 +58,8 @@ def best_offer(job: Job, gpus: int, days: float, law: Law, count: Callable[[Job]
     def loss(heads: int) -> float:
         if heads not in offers:
             offers[heads] = offer_of(job, heads, gpus, days, count)
-        found = offers[heads]
-        return float(law.loss(found.parameters, found.tokens)) if found else float("inf")
+        offer = offers[heads]
+        return float(law.loss(offer.parameters, offer.tokens)) if offer else float("inf")
 
     rate = 1e12 * job.hardware.bf16_tflops
     at = model_near(job.model, float(law.best_size(USED * rate * gpus * days * DAY))).n_heads

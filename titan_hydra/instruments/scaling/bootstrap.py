@@ -128,15 +128,20 @@ class LeftOut:
         return self.measured in self.predicted
 
 
-def leave_out(ladder: Ladder, left: int, kept: Any, draws: int, seed: int) -> LeftOut:
-    """Predict the cell `left` from the cells in the mask `kept`. The cell's noise is that of a mean over seeds."""
+def leave_out(ladder: Ladder, left: int, mask: Any, draws: int, seed: int) -> LeftOut:
+    """Predict the cell `left` from the cells in the mask `mask`. The cell's noise is that of a mean over seeds."""
     import numpy as np
 
-    drawn = draw_laws(fit_law(ladder.only(kept)), draws, seed)
-    one = Drawn(drawn.fit, drawn.laws, drawn.noise ** (1 / np.sqrt(ladder.runs[left])))
+    drawn = draw_laws(fit_law(ladder.only(mask)), draws, seed)
+    for_cell = Drawn(drawn.fit, drawn.laws, drawn.noise ** (1 / np.sqrt(ladder.runs[left])))
     n, d = float(ladder.parameters[left]), float(ladder.tokens[left])
     return LeftOut(
-        n, d, float(ladder.losses[left]), one.predicted(n, d), int(kept.sum()), factor_beyond(ladder.only(kept), n, d)
+        n,
+        d,
+        float(ladder.losses[left]),
+        for_cell.predicted(n, d),
+        int(mask.sum()),
+        factor_beyond(ladder.only(mask), n, d),
     )
 
 
@@ -158,7 +163,7 @@ def backtest(ladder: Ladder, number: int, draws: int = DRAWS, seed: int = 0) -> 
         )
     chosen = np.random.default_rng(seed).choice(possible, number, replace=False)
     draws_of = [
-        leave_out(ladder, one, _with_less_compute(ladder, one), draws, seed) for one in sorted(map(int, chosen))
+        leave_out(ladder, cell, _with_less_compute(ladder, cell), draws, seed) for cell in sorted(map(int, chosen))
     ]
     return leave_out(ladder, largest, smaller, draws, seed), draws_of
 
@@ -167,10 +172,10 @@ def _predictable(ladder: Ladder) -> Iterator[int]:
     """Yield the cells of the half with more compute that the cells with less compute can predict."""
     import numpy as np
 
-    for one in map(int, np.flatnonzero(ladder.flops >= np.median(ladder.flops))):
-        less = _with_less_compute(ladder, one)
+    for cell in map(int, np.flatnonzero(ladder.flops >= np.median(ladder.flops))):
+        less = _with_less_compute(ladder, cell)
         if less.sum() >= FEWEST and not why_not(ladder.only(less)):
-            yield one
+            yield cell
 
 
 def _with_less_compute(ladder: Ladder, cell: int) -> np.ndarray:
@@ -231,8 +236,8 @@ def _common_budgets(first: Drawn, second: Drawn, reach: float | None) -> np.ndar
     import numpy as np
 
     ladders = first.fit.ladder, second.fit.ladder
-    low = max(one.flops.min() for one in ladders)
-    high = min(one.flops.max() * (reach_of(one) if reach is None else reach) for one in ladders)
+    low = max(ladder.flops.min() for ladder in ladders)
+    high = min(ladder.flops.max() * (reach_of(ladder) if reach is None else reach) for ladder in ladders)
     return np.geomspace(low, max(high, low), 200)
 
 
@@ -241,5 +246,5 @@ def _crossings(first: Law, second: Law, budgets: np.ndarray) -> list[float]:
     import numpy as np
 
     signs = np.sign(first.frontier(budgets) - second.frontier(budgets))
-    places = np.flatnonzero(signs[1:] != signs[:-1])
-    return [float(np.sqrt(budgets[place] * budgets[place + 1])) for place in places]
+    indices = np.flatnonzero(signs[1:] != signs[:-1])
+    return [float(np.sqrt(budgets[index] * budgets[index + 1])) for index in indices]

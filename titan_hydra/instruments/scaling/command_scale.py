@@ -132,9 +132,9 @@ def main(args: argparse.Namespace) -> int:
         return make_ladder(args, overrides)
     read = [read_ladder(choose(sweep, args.runs), args.count) for sweep in sweeps or [None]]
     if len(read) == 2 and read[0].name == read[1].name:
-        read = [replace(one, name=f"{one.name} ({number})") for number, one in enumerate(read, start=1)]
-    curves = {one.name: drawn_laws(one, args) for one in read}
-    parts = [shown.ladder_part(one, curves[one.name]) for one in read]
+        read = [replace(ladder, name=f"{ladder.name} ({number})") for number, ladder in enumerate(read, start=1)]
+    curves = {ladder.name: drawn_laws(ladder, args) for ladder in read}
+    parts = [shown.ladder_part(ladder, curves[ladder.name]) for ladder in read]
     parts += asked_parts(args, overrides, read, curves)
     make_folder(args.plot)
     if args.json:
@@ -144,7 +144,7 @@ def main(args: argparse.Namespace) -> int:
     if args.plot:
         from titan_hydra.instruments.scaling.figures import draw_isoflop, draw_ladder
 
-        origin = "  \N{MIDDLE DOT}  ".join(f"{one.name}: {describe_ladder(one.ladder)}" for one in read)
+        origin = "  \N{MIDDLE DOT}  ".join(f"{ladder.name}: {describe_ladder(ladder.ladder)}" for ladder in read)
         with notes_on_stderr(args.json):
             targets = [target for part in parts for target in part.targets]
             print(*draw_ladder(curves, targets, args.plot, origin), sep="\n")
@@ -187,9 +187,9 @@ def _refuse(args: argparse.Namespace, sweeps: list[str], overrides: list[str]) -
         raise bad_value("--draws", args.draws, "too few for an interval of 90 %", 20)
     if len(sweeps) > 2:
         raise ConfigError(f"{sweeps[2]}: at most two sweeps are compared")
-    for one, other in (("size", "tokens"), ("tokens", "size"), ("gpus", "days"), ("days", "gpus")):
-        if getattr(args, one) and not getattr(args, other):
-            raise ConfigError(f"--{one} {getattr(args, one):g}: needs --{other} too")
+    for option, partner in (("size", "tokens"), ("tokens", "size"), ("gpus", "days"), ("days", "gpus")):
+        if getattr(args, option) and not getattr(args, partner):
+            raise ConfigError(f"--{option} {getattr(args, option):g}: needs --{partner} too")
     if args.make and (sweeps or args.gpus or args.flops or args.backtest):
         raise ConfigError(f"--make {args.make}: writes a ladder; its runs are read by titan scale SWEEP")
     if overrides and not (args.make or args.gpus):
@@ -210,7 +210,7 @@ def make_ladder(args: argparse.Namespace, overrides: list[str]) -> int:
     if file.exists():
         raise bad_value("--make", args.make, f"{file} already exists", f"{args.make}_2")
     cells = ladder_cells(compose_job(*overrides, config_dir=args.config_dir), args.sizes, args.multiples)
-    lists = [f"--{name} {','.join(f'{one:g}' for one in getattr(args, name))}" for name in ("sizes", "multiples")]
+    lists = [f"--{name} {','.join(f'{value:g}' for value in getattr(args, name))}" for name in ("sizes", "multiples")]
     comment = f"Made by: titan scale --make {args.make} {' '.join(lists)} {quoted(overrides)}."
     text = sweep_file(args.make, overrides, cells, comment)
     try:
@@ -224,9 +224,9 @@ def make_ladder(args: argparse.Namespace, overrides: list[str]) -> int:
     return Exit.DONE
 
 
-def drawn_laws(one: MeasuredLadder, args: argparse.Namespace) -> Drawn:
+def drawn_laws(measured: MeasuredLadder, args: argparse.Namespace) -> Drawn:
     """Fit a scaling law to a ladder, and draw its bootstrap. Raises ConfigError with the sweep's name."""
     try:
-        return bootstrap.draw_laws(fit_law(one.ladder), args.draws, args.seed)
+        return bootstrap.draw_laws(fit_law(measured.ladder), args.draws, args.seed)
     except ConfigError as error:
-        raise ConfigError("; ".join([f"{one.name}: {error}", *one.notes])) from error
+        raise ConfigError("; ".join([f"{measured.name}: {error}", *measured.notes])) from error

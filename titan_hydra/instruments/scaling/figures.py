@@ -36,7 +36,9 @@ def draw_ladder(curves: dict[str, Drawn], targets: Sequence[Target], folder: Pat
             last = max([flops.max() * min(reach_of(curve.fit.ladder), 10), *(6 * n * d for n, d, _ in targets)])
             budgets = np.geomspace(flops.min(), last, 80)
             bands = np.quantile(
-                np.stack([curve.laws.frontier(one) for one in budgets]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=1
+                np.stack([curve.laws.frontier(budget) for budget in budgets]),
+                [(1 - LEVEL) / 2, (1 + LEVEL) / 2],
+                axis=1,
             )
             inside = budgets <= flops.max()
             axes.fill_between(budgets, *bands, color=LIGHT[colour], alpha=0.15, linewidth=0)

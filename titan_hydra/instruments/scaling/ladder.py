@@ -30,15 +30,15 @@ def model_of(base: Model, heads: int) -> Model:
     """Return the model with this number of query heads. This is the rule of a ladder: a model has the same width of a
     head as `base`, and the same ratios of width, depth, key/value heads and feed-forward to the number of heads.
     """
-    times, made = heads / base.n_heads, copy.copy(base)
-    made.n_heads, made.dim = heads, base.dim * heads // base.n_heads
-    made.n_layers = max(1, round(base.n_layers * times))
-    made.n_kv_heads = min(divisors(heads), key=lambda kv: (abs(log(kv / (base.n_kv_heads * times))), -kv))
+    times, model = heads / base.n_heads, copy.copy(base)
+    model.n_heads, model.dim = heads, base.dim * heads // base.n_heads
+    model.n_layers = max(1, round(base.n_layers * times))
+    model.n_kv_heads = min(divisors(heads), key=lambda kv: (abs(log(kv / (base.n_kv_heads * times))), -kv))
     for name in WIDTHS:
         if width := getattr(base, name, None):
             step = 1 if width % MULTIPLE else MULTIPLE
-            setattr(made, name, max(step, round(width * times / step) * step))
-    return made
+            setattr(model, name, max(step, round(width * times / step) * step))
+    return model
 
 
 def parameters_in(model: Model) -> int:
@@ -93,7 +93,9 @@ def ladder_cells(job: Job, sizes: Sequence[float], multiples: Sequence[float]) -
 def near(job: Job, parameters: float) -> list[str]:
     """Return the sizes of the rule around a number of parameters, as texts."""
     heads = model_near(job.model, parameters).n_heads
-    counts = [parameters_in(model_of(job.model, one)) for one in range(max(1, heads - 1), heads + 3)]
+    counts = [
+        parameters_in(model_of(job.model, number_of_heads)) for number_of_heads in range(max(1, heads - 1), heads + 3)
+    ]
     return [brief(count) for count in counts]
 
 

@@ -114,9 +114,9 @@ def why_not(ladder: Ladder) -> str | None:
             f"{cells} cells with a held-out loss, and a law has {PARAMETERS} numbers; it needs at least {FEWEST} cells"
         )
     sizes, budgets = np.unique(ladder.parameters), np.unique(ladder.tokens)
-    for what, values in (("sizes", sizes), ("numbers of tokens", budgets)):
+    for quantity, values in (("sizes", sizes), ("numbers of tokens", budgets)):
         if len(values) < KINDS:
-            return f"{len(values)} different {what}, and a law needs at least {KINDS}"
+            return f"{len(values)} different {quantity}, and a law needs at least {KINDS}"
     several = 0
     for size in sizes:
         own = ladder.tokens[ladder.parameters == size]
@@ -138,10 +138,12 @@ def fit_law(ladder: Ladder) -> LawFit:
     require_scipy()
     problem = Problem(ladder)
     logs = np.log(ladder.losses)
-    found = min((problem.minimum(start, logs, FIRST_DELTA) for start in problem.starts(STARTS)), key=lambda one: one[1])
-    residuals = problem.residuals(found[0], logs)
+    best = min(
+        (problem.minimum(start, logs, FIRST_DELTA) for start in problem.starts(STARTS)), key=lambda minimum: minimum[1]
+    )
+    residuals = problem.residuals(best[0], logs)
     delta = max(HUBER * 1.4826 * float(np.median(np.abs(residuals))), LEAST_NOISE)
-    solved = problem.minimum(found[0], logs, delta)[0]
+    solved = problem.minimum(best[0], logs, delta)[0]
     residuals = -problem.residuals(solved, logs)
     noise = float(np.sqrt(np.sum(residuals**2) / (len(residuals) - PARAMETERS)))
     return LawFit(
@@ -198,7 +200,7 @@ class Problem:
         from scipy.optimize import least_squares
 
         inside = np.clip(start, self.low + 1e-6, self.high - 1e-6)
-        found = least_squares(
+        solution = least_squares(
             self.residuals,
             inside,
             self.slopes,
@@ -210,7 +212,7 @@ class Problem:
             ftol=1e-7,
             max_nfev=MOST_STEPS,
         )
-        return found.x, float(found.cost)
+        return solution.x, float(solution.cost)
 
     def starts(self, number: int) -> list[np.ndarray]:
         """Return the best points of a grid of exponents. For each pair of exponents, the three terms are fitted by
@@ -219,14 +221,14 @@ class Problem:
         import numpy as np
         from scipy.optimize import nnls
 
-        found = []
+        candidates = []
         for alpha in GRID:
             for beta in GRID:
                 columns = np.stack([np.ones_like(self.x), np.exp(-alpha * self.x), np.exp(-beta * self.y)], axis=1)
                 sizes, error = nnls(columns / self.ladder.losses[:, None], np.ones_like(self.x))
                 e, a, b = np.log(np.maximum(sizes, 1e-3))
-                found.append((error, np.array([e, a, alpha, b, beta])))
-        return [start for _, start in sorted(found, key=lambda one: one[0])[:number]]
+                candidates.append((error, np.array([e, a, alpha, b, beta])))
+        return [start for _, start in sorted(candidates, key=lambda candidate: candidate[0])[:number]]
 
     def law(self, unknowns: np.ndarray) -> Law:
         """Return the law of these unknowns. For a matrix with a row for each law, the numbers of the law are arrays."""
@@ -239,4 +241,4 @@ class Problem:
         import numpy as np
 
         near = np.minimum(unknowns - self.low, self.high - unknowns) < 1e-3
-        return tuple(name for name, one in zip(("E", "A", "alpha", "B", "beta"), near, strict=True) if one)
+        return tuple(name for name, is_near in zip(("E", "A", "alpha", "B", "beta"), near, strict=True) if is_near)

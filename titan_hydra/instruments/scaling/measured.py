@@ -77,15 +77,15 @@ def parameters_counted(cell: ReportCell, count: str) -> int:
 
 def _left_out(cells: list[ReportCell]) -> dict[str, list[str]]:
     """Return the names of the runs that cannot be used, grouped by reason."""
-    found: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for cell in cells:
         if not cell.done:
-            found.setdefault(cell.word, []).append(cell.name)
+            by_reason.setdefault(cell.word, []).append(cell.name)
         elif cell.held_out is None:
-            found.setdefault("without a held-out loss (validation=on measures it)", []).append(cell.name)
+            by_reason.setdefault("without a held-out loss (validation=on measures it)", []).append(cell.name)
         elif not (isfinite(cell.held_out) and cell.held_out > 0 and cell.parameters and cell.tokens):
-            found.setdefault("with a result that is damaged", []).append(cell.name)
-    return found
+            by_reason.setdefault("with a result that is damaged", []).append(cell.name)
+    return by_reason
 
 
 def _one_recipe(name: str, groups: dict[tuple[int, int], list[ReportCell]]) -> list[str]:
@@ -100,7 +100,7 @@ def _one_recipe(name: str, groups: dict[tuple[int, int], list[ReportCell]]) -> l
         values = _values(key, every)
         if len(values) < 2:
             continue
-        follows = any(key == one or key.startswith(f"{one}.") for one in FOLLOWING)
+        follows = any(key == following or key.startswith(f"{following}.") for following in FOLLOWING)
         numbers = all(isinstance(cell.config.get(key), int | float | None) for cell in every)
         words = any(isinstance(cell.config.get(key), bool) for cell in every)
         by_size = all(len(_values(key, group)) == 1 for group in groups.values())
@@ -127,8 +127,8 @@ def describe_ladder(ladder: Ladder) -> str:
 
     sizes = len(np.unique(ladder.parameters))
     ranges = [
-        f"{brief(values.min())} to {brief(values.max())} {what}"
-        for values, what in ((ladder.parameters, "parameters"), (ladder.tokens, "tokens"))
+        f"{brief(values.min())} to {brief(values.max())} {quantity}"
+        for values, quantity in ((ladder.parameters, "parameters"), (ladder.tokens, "tokens"))
     ]
     low, high = ladder.flops.min(), ladder.flops.max()
     return f"{len(ladder.losses)} cells of {sizes} sizes: {', '.join(ranges)}, {low:.3g} to {high:.3g} FLOPs (x{high / low:,.0f})"

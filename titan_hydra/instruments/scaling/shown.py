@@ -42,11 +42,11 @@ def as_document(parts: Sequence[ScalePart]) -> dict[str, Any]:
     return document
 
 
-def ladder_part(one: MeasuredLadder, curve: Drawn) -> ScalePart:
+def ladder_part(measured: MeasuredLadder, curve: Drawn) -> ScalePart:
     """Return the part about a fit: the ladder, the law with its intervals, and the best sizes for some budgets."""
-    ladder, fit, reach = one.ladder, curve.fit, bootstrap.reach_of(one.ladder)
+    ladder, fit, reach = measured.ladder, curve.fit, bootstrap.reach_of(measured.ladder)
     constants = curve.constants()
-    lines = [f"{one.name}: {describe_ladder(ladder)}", *one.notes, ""]
+    lines = [f"{measured.name}: {describe_ladder(ladder)}", *measured.notes, ""]
     lines += [f"L(N, D) = E + A / N^alpha + B / D^beta, each with its interval of {LEVEL:.0%}"]
     lines += [f"  {name:<6} {with_interval(value)}" for name, value in constants.items()]
     lines += [f"  noise of a run: {fit.noise:.2%} of its loss (five numbers are fitted to {len(ladder.losses)} cells)"]
@@ -63,8 +63,8 @@ def ladder_part(one: MeasuredLadder, curve: Drawn) -> ScalePart:
     )
     names = ("parameters", "tokens", "loss", "fitted", "runs")
     value = {
-        "name": one.name,
-        "notes": one.notes,
+        "name": measured.name,
+        "notes": measured.notes,
         "law": {name: around(constant) for name, constant in constants.items()},
         "at_bound": list(fit.at_bound),
         "noise": fit.noise,
@@ -89,12 +89,12 @@ def _best_row(curve: Drawn, times: float) -> tuple[str, ...]:
     )
 
 
-def around(one: Interval90) -> dict[str, Any]:
-    return {"value": one.value, "interval": [one.low, one.high]}
+def around(interval: Interval90) -> dict[str, Any]:
+    return {"value": interval.value, "interval": [interval.low, interval.high]}
 
 
-def with_interval(one: Interval90, form: str = ".4g") -> str:
-    return f"{one.value:{form}} ({one.low:{form}} to {one.high:{form}})"
+def with_interval(interval: Interval90, form: str = ".4g") -> str:
+    return f"{interval.value:{form}} ({interval.low:{form}} to {interval.high:{form}})"
 
 
 def prediction_part(name: str, curve: Drawn, size: float, tokens: float, reach: float | None) -> ScalePart:
@@ -119,7 +119,7 @@ def verdict_part(names: Sequence[str], verdict: RecipeVerdict) -> ScalePart:
     lines += [f"  {name}: {with_interval(loss, '.4f')}" for name, loss in zip(names, verdict.losses, strict=True)]
     lines += [f"  {second} minus {first}: {with_interval(verdict.difference, '+.4f')}"]
     lines += [f"  {winner} has the lower curve there in {share:.0%} of the bootstrap's draws"]
-    crossings = [f"{with_interval(one, '.3g')} FLOPs" for one in verdict.crossings]
+    crossings = [f"{with_interval(crossing, '.3g')} FLOPs" for crossing in verdict.crossings]
     lines += [
         f"  the curves cross at {' and at '.join(crossings)}" if crossings else "  the curves do not cross within reach"
     ]
@@ -128,15 +128,15 @@ def verdict_part(names: Sequence[str], verdict: RecipeVerdict) -> ScalePart:
         "losses": {name: around(loss) for name, loss in zip(names, verdict.losses, strict=True)},
         "difference": around(verdict.difference),
         "first_wins": verdict.first_wins,
-        "crossings": [around(one) for one in verdict.crossings],
+        "crossings": [around(crossing) for crossing in verdict.crossings],
     }
     return ScalePart("comparison", value, lines)
 
 
 def backtest_part(largest: LeftOut, others: Sequence[LeftOut]) -> ScalePart:
     """Return the part about runs that were left out and predicted."""
-    rows = [_left_out_row(one) for one in (largest, *others)]
-    inside = sum(one.inside for one in others)
+    rows = [_left_out_row(left_out) for left_out in (largest, *others)]
+    inside = sum(left_out.inside for left_out in others)
     titles = ("left out", "cells of the fit", "beyond them", "measured", "predicted", "inside")
     lines = [
         "left out, and predicted: first a run of the largest size, from the smaller sizes; then each from the cells with less compute",
@@ -144,19 +144,35 @@ def backtest_part(largest: LeftOut, others: Sequence[LeftOut]) -> ScalePart:
         f"{inside} of {len(others)} are in their interval of {LEVEL:.0%}, {'and so is' if largest.inside else 'but not'} that "
         "of the largest size",
     ]
-    value = {"largest": _left_out_json(largest), "draws": [_left_out_json(one) for one in others], "inside": inside}
+    value = {
+        "largest": _left_out_json(largest),
+        "draws": [_left_out_json(left_out) for left_out in others],
+        "inside": inside,
+    }
     return ScalePart("backtest", value, lines)
 
 
-def _left_out_row(one: LeftOut) -> tuple[str, ...]:
-    name = f"{brief(one.parameters)} on {brief(one.tokens)}"
-    predicted = with_interval(one.predicted, ".4f")
-    return name, str(one.cells), f"{one.factor:.2f} x", f"{one.measured:.4f}", predicted, "yes" if one.inside else "no"
+def _left_out_row(left_out: LeftOut) -> tuple[str, ...]:
+    name = f"{brief(left_out.parameters)} on {brief(left_out.tokens)}"
+    predicted = with_interval(left_out.predicted, ".4f")
+    return (
+        name,
+        str(left_out.cells),
+        f"{left_out.factor:.2f} x",
+        f"{left_out.measured:.4f}",
+        predicted,
+        "yes" if left_out.inside else "no",
+    )
 
 
-def _left_out_json(one: LeftOut) -> dict[str, Any]:
-    about = {"parameters": one.parameters, "tokens": one.tokens, "cells": one.cells, "factor": one.factor}
-    return about | {"measured": one.measured, "predicted": around(one.predicted), "inside": one.inside}
+def _left_out_json(left_out: LeftOut) -> dict[str, Any]:
+    about = {
+        "parameters": left_out.parameters,
+        "tokens": left_out.tokens,
+        "cells": left_out.cells,
+        "factor": left_out.factor,
+    }
+    return about | {"measured": left_out.measured, "predicted": around(left_out.predicted), "inside": left_out.inside}
 
 
 def offer_part(name: str, curve: Drawn, offer: Offer, gpus: int, days: float, reach: float | None) -> ScalePart:
@@ -164,15 +180,16 @@ def offer_part(name: str, curve: Drawn, offer: Offer, gpus: int, days: float, re
     beyond the reach of the ladder.
     """
     factor = bootstrap.require_reach(curve.fit.ladder, offer.parameters, offer.tokens, reach)
-    loss, model, found = curve.predicted(offer.parameters, offer.tokens), offer.job.model, offer.row.prediction
+    loss, model, prediction = curve.predicted(offer.parameters, offer.tokens), offer.job.model, offer.row.prediction
     shape = " ".join(f"model.{key}={getattr(model, key)}" for key in SHAPE)
-    samples = found.job.data.global_batch * found.job.data.seq_len
-    hours, rate = gpus * days * 24, found.speed.tokens_per_second
+    samples = prediction.job.data.global_batch * prediction.job.data.seq_len
+    hours, rate = gpus * days * 24, prediction.speed.tokens_per_second
     lines = [
-        f"{gpus:,} x {found.job.hardware.name} for {days:g} days, {hours:,.0f} GPU-hours:",
+        f"{gpus:,} x {prediction.job.hardware.name} for {days:g} days, {hours:,.0f} GPU-hours:",
         f"  {model.name} of {brief(offer.parameters)} parameters on {brief(offer.tokens)} tokens, {how_far(factor)}",
         f"  held-out loss {with_interval(loss, '.4f')}, by the law of {name}",
-        f"  {rate:,.0f} {found.shown_band} tokens/s/device, {found.peak.gib:.1f} GiB ({found.fits}): the interval does not have this band",
+        f"  {rate:,.0f} {prediction.shown_band} tokens/s/device, {prediction.peak.gib:.1f} GiB "
+        f"({prediction.fits}): the interval does not have this band",
         f"  {shape} steps={offer.tokens / samples:.0f} {offer.row.overrides}",
     ]
     value = {
@@ -184,5 +201,5 @@ def offer_part(name: str, curve: Drawn, offer: Offer, gpus: int, days: float, re
         "overrides": f"{shape} steps={offer.tokens / samples:.0f} {offer.row.overrides}",
     }
     return ScalePart(
-        "plan", value | {"layout": predict.as_json(found)}, lines, ((offer.parameters, offer.tokens, loss),)
+        "plan", value | {"layout": predict.as_json(prediction)}, lines, ((offer.parameters, offer.tokens, loss),)
     )

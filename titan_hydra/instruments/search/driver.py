@@ -80,8 +80,8 @@ def run_search(question: Question) -> int:
 
 def dry(plan: SearchPlan, states: list[State]) -> None:
     """Print what a search would do."""
-    for one in plan.space.dimensions:
-        print(one.typed)
+    for dimension in plan.space.dimensions:
+        print(dimension.typed)
     lengths = " -> ".join(map(str, plan.rungs.steps))
     print(f"{plan.name}: {counted(plan.search.trials, 'trial')} at most, of {lengths} steps; the first of them:")
     show.dry_run([plan.base], states, None)
@@ -178,7 +178,7 @@ class Driver:
         there was anything to do.
         """
         trials, last = self.journal.trials(), self.plan.rungs.steps[-1]
-        busy = {one.trial.number for one in self.active.values() if one.seed is None}
+        busy = {active.trial.number for active in self.active.values() if active.seed is None}
         for trial in trials:
             if trial.open and trial.number not in busy and (steps := self.pending(trial)):
                 return self.begin(trial, steps)
@@ -225,46 +225,46 @@ class Driver:
         if seed is None and steps not in trial.runs:
             self.journal.note_run(trial, steps, cell.directory.name)
         self.list_in_manifest(cell, trial, seed)
-        self.active[cell.directory] = one = Active(trial, steps, cell, seed)
+        self.active[cell.directory] = active = Active(trial, steps, cell, seed)
         state = rundir.state(cell.directory)
         if state.active:
-            print(f"{one.label}: {cell.directory.name} is {state.kind}", flush=True)
-        self.start(one, state)
+            print(f"{active.label}: {cell.directory.name} is {state.kind}", flush=True)
+        self.start(active, state)
         return True
 
-    def start(self, one: Active, state: State) -> bool:
+    def start(self, active: Active, state: State) -> bool:
         """Start a run if its state calls for it. Return whether it was started."""
         again = state.kind == "failed" and state.failure.kind in RETRIED
-        if not (one.cell.wants(state) or again) or one.starts >= MOST_STARTS:
+        if not (active.cell.wants(state) or again) or active.starts >= MOST_STARTS:
             return False
-        one.starts += 1
-        print(f"{one.label}: {one.cell.directory.name}, attempt {state.attempt + 1}", flush=True)
-        one.parent = self.executor.start_one(one.cell, self.interrupts)
+        active.starts += 1
+        print(f"{active.label}: {active.cell.directory.name}, attempt {state.attempt + 1}", flush=True)
+        active.parent = self.executor.start_one(active.cell, self.interrupts)
         return True
 
     def look(self) -> None:
         """Find out which of the awaited runs have ended, and record how each of them ended."""
         directories = list(self.active)
         for directory, state in zip(directories, rundir.states(directories), strict=True):
-            one = self.active[directory]
+            active = self.active[directory]
             attempt = layout.ATTEMPT.of(directory, state.attempt)
-            if one.parent is not None:
+            if active.parent is not None:
                 # Only the parent process tells whether the attempt is over: before its ranks have started, the attempt
                 # is this process's own, and so it is active for as long as this process lives.
-                if one.parent.poll() is None:
+                if active.parent.poll() is None:
                     self.note_cancelled(attempt)
                     continue
-                kill(attempt, one.parent)  # if the parent itself was killed, this ends the processes that remain
+                kill(attempt, active.parent)  # if the parent itself was killed, this ends the processes that remain
                 rundir.end_attempt(attempt)
-                one.parent, state = None, rundir.state(directory)
+                active.parent, state = None, rundir.state(directory)
             if state.active:
                 continue
-            if state.kind != "done" and one.starts:
+            if state.kind != "done" and active.starts:
                 self.note_cancelled(attempt)
             if self.interrupts.received and state.kind != "done":
                 del self.active[directory]
-            elif state.kind == "done" or not self.start(one, state):
-                self.ended(one, state)
+            elif state.kind == "done" or not self.start(active, state):
+                self.ended(active, state)
                 del self.active[directory]
 
     def note_cancelled(self, attempt: Path) -> None:
@@ -272,23 +272,25 @@ class Driver:
         if not self.interrupts.received and layout.CANCELLED.of(attempt).exists():
             self.interrupts.received.append(signal.SIGTERM)
 
-    def ended(self, one: Active, state: State) -> None:
+    def ended(self, active: Active, state: State) -> None:
         """Record the end of a run in the journal."""
-        directory, trial = one.cell.directory, one.trial
+        directory, trial = active.cell.directory, active.trial
         values = self.plan.value(directory) if state.kind == "done" else None
         if state.kind == "not submitted":
-            raise ConfigError(f"{one.label}: was not submitted: {state.refused}; the same command line continues")
-        failure = state.failure or Failure(None, Exit.BUG, f"{state.kind} {counted(one.starts, 'time')}")
+            raise ConfigError(f"{active.label}: was not submitted: {state.refused}; the same command line continues")
+        failure = state.failure or Failure(None, Exit.BUG, f"{state.kind} {counted(active.starts, 'time')}")
         reason = "" if values else "its result lacks the objective" if state.kind == "done" else failure.line
-        told = " ".join(f"{name} {value:.5g}" for name, value in zip(self.plan.measured, values or [], strict=False))
-        print(f"{one.label}: {told or reason}", flush=True)
-        if one.seed is not None:
-            self.journal.confirm(trial, one.seed, directory.name, values[0] if values else None)
+        measured = " ".join(
+            f"{name} {value:.5g}" for name, value in zip(self.plan.measured, values or [], strict=False)
+        )
+        print(f"{active.label}: {measured or reason}", flush=True)
+        if active.seed is not None:
+            self.journal.confirm(trial, active.seed, directory.name, values[0] if values else None)
         elif values is None:
             self.journal.tell(trial, PRUNED if failure.kind in DRAWN else FAILED, reason=reason)
         elif self.search.objective == "loss":
-            self.journal.report(trial, one.steps, values[0])
-            if one.steps == self.plan.rungs.steps[-1]:
+            self.journal.report(trial, active.steps, values[0])
+            if active.steps == self.plan.rungs.steps[-1]:
                 self.journal.tell(trial, COMPLETE, values)
         else:
             self.journal.tell(trial, COMPLETE, values)
@@ -313,7 +315,7 @@ class Driver:
         """Start a run of one of the best trials with another seed. Return whether there was such a run to start."""
         if self.search.objective == "both":
             return False
-        known = {*self.journal.confirmed, *(f"{one.trial.number} {one.seed}" for one in self.active.values())}
+        known = {*self.journal.confirmed, *(f"{active.trial.number} {active.seed}" for active in self.active.values())}
         first = self.plan.base.job.seed
         for trial in summary_of(self.plan.folder).best[: self.search.confirm]:
             for seed in range(first + 1, first + self.search.seeds):
@@ -328,22 +330,22 @@ class Driver:
             self.plan.folder,
             self.plan.name,
             entry,
-            lambda one: (one["seed"] is not None, one["trial"], one["seed"] or 0),
+            lambda listed: (listed["seed"] is not None, listed["trial"], listed["seed"] or 0),
         )
 
     def stop(self) -> int:
         """Ask the runs on this machine to save and stop, and await them; jobs of a cluster go on. Return the exit status."""
         began, asked = time.monotonic(), set()
         while self.kind.here and self.active:
-            for directory, one in self.active.items():
+            for directory, active in self.active.items():
                 attempt = layout.ATTEMPT.of(directory, rundir.state(directory).attempt)
-                if directory not in asked and (ranks := stop(attempt, one.parent)):
+                if directory not in asked and (ranks := stop(attempt, active.parent)):
                     asked.add(directory)
-                    print(f"{one.label}: asked {ranks} to save and stop", flush=True)
+                    print(f"{active.label}: asked {ranks} to save and stop", flush=True)
                 if len(self.interrupts.received) > 1 or (
                     time.monotonic() - began > STOP_LIMIT and not saving(directory)
                 ):
-                    kill(attempt, one.parent)
+                    kill(attempt, active.parent)
             time.sleep(POLL_HERE)
             self.look()
         print("stopped; the same command line continues", file=sys.stderr)

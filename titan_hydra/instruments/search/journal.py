@@ -158,17 +158,17 @@ class Journal:
         returns the objectives in the result of a run directory; None if there is no result.
         """
         for trial in self.trials():
-            told = {steps: [loss] for steps, loss in trial.values.items()}
+            recorded = {steps: [loss] for steps, loss in trial.values.items()}
             if trial.objectives and trial.runs:
-                told[max(trial.runs)] = trial.objectives
-            for steps, values in told.items():
-                found = value(trial.runs[steps]) if steps in trial.runs else None
-                if found and found[: len(values)] != values:
-                    return f"trial {trial.number} has {values}, and the result of {trial.runs[steps]} {found}"
+                recorded[max(trial.runs)] = trial.objectives
+            for steps, values in recorded.items():
+                in_result = value(trial.runs[steps]) if steps in trial.runs else None
+                if in_result and in_result[: len(values)] != values:
+                    return f"trial {trial.number} has {values}, and the result of {trial.runs[steps]} {in_result}"
         for name, entry in self.confirmed.items():
-            found = value(entry["run"]) if entry["run"] else None
-            if found and found[:1] != [entry["value"]]:
-                return f"trial {name.split()[0]} has {entry['value']}, and the result of {entry['run']} {found[0]}"
+            in_result = value(entry["run"]) if entry["run"] else None
+            if in_result and in_result[:1] != [entry["value"]]:
+                return f"trial {name.split()[0]} has {entry['value']}, and the result of {entry['run']} {in_result[0]}"
         return ""
 
     def lacks(self, cells: Sequence[dict[str, Any]]) -> str:
@@ -176,17 +176,19 @@ class Journal:
         manifest, so lines of the journal were lost then.
         """
         trials = self.trials()
-        for one in cells:
-            known = one["trial"] < len(trials) and one["directory"] in trials[one["trial"]].runs.values()
-            if one["seed"] is None and not known:
-                return f"has no trial {one['trial']} with the run {one['directory']}, so lines at its end are lost"
+        for listed in cells:
+            known = listed["trial"] < len(trials) and listed["directory"] in trials[listed["trial"]].runs.values()
+            if listed["seed"] is None and not known:
+                return (
+                    f"has no trial {listed['trial']} with the run {listed['directory']}, so lines at its end are lost"
+                )
         return ""
 
     def restore(self, cells: Sequence[dict[str, Any]], runs: Path, space: Space, search: OptunaSearch) -> None:
         """Add the trials and runs of the manifest that are lost. What the last run of each trial has yielded is left to the
         driver, which attaches to it.
         """
-        listed = {one["trial"]: one for one in cells if one["seed"] is None}
+        listed = {cell["trial"]: cell for cell in cells if cell["seed"] is None}
         for number in range(len(self.trials()), max(listed, default=-1) + 1):
             # a trial that was refused is not in the manifest: it is drawn again, as before it was lost
             values = space.values(listed[number]["overrides"]) if number in listed else None
@@ -248,16 +250,18 @@ def _begin_anew(file: Path, whole: bool, reason: str) -> bool:
 def manifest_cells(folder: Path) -> list[dict[str, Any]]:
     """Return the cells in the manifest of a search: the newest run of each trial, and the runs with other seeds."""
     cells = layout.SWEEP.read(folder).get("cells", [])
-    return [one | {"seed": one.get("seed")} for one in cells if type(one.get("trial")) is int and one["trial"] >= 0]
+    return [
+        cell | {"seed": cell.get("seed")} for cell in cells if type(cell.get("trial")) is int and cell["trial"] >= 0
+    ]
 
 
 def _lengths(run: Path) -> dict[int, str]:
     """Return the run directories of a trial by their steps: the newest one, and those from which it was continued."""
-    found: dict[int, str] = {}
-    while (steps := (config := layout.CONFIG.read(run)).get("steps")) and steps < min(found, default=steps + 1):
-        found[steps] = run.name
+    by_steps: dict[int, str] = {}
+    while (steps := (config := layout.CONFIG.read(run)).get("steps")) and steps < min(by_steps, default=steps + 1):
+        by_steps[steps] = run.name
         run = run.parent / Path((config.get("checkpoint") or {}).get("initial_load_path") or "").parent.parent.name
-    return found
+    return by_steps
 
 
 def _read(frozen: Any) -> SearchTrial:

@@ -82,13 +82,13 @@ def intact_lines(content: bytes) -> tuple[list[dict[str, Any]], int, str]:
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
             log = json.loads(line)
-            found = log.pop(CHECK, None)
+            recorded = log.pop(CHECK, None)
         except (ValueError, RecursionError, AttributeError, TypeError):
             return logs, total, f"line {number} is not a JSON object"
         own = zlib.crc32(_bytes(log), total)
-        if found != f"{own:08x}" and (seen or found is not None):
+        if recorded != f"{own:08x}" and (seen or recorded is not None):
             return logs, total, f"line {number} or a line before it was changed, or is lost"
-        total, seen = own, found is not None
+        total, seen = own, recorded is not None
         logs.append(log)
     return logs, total, ""
 
@@ -102,11 +102,11 @@ def set_aside(file: Path, whole: bool) -> str:
     except NotPlain:
         logs = []
     names = (f"{file.name}.damaged{number or ''}" for number in itertools.count())
-    kept = next(name for name in names if not file.with_name(name).exists())
-    file.replace(file.with_name(kept))
+    new_name = next(name for name in names if not file.with_name(name).exists())
+    file.replace(file.with_name(new_name))
     if logs:
         JournalFile(file).append_logs(logs)
-    return kept
+    return new_name
 
 
 def _bytes(log: dict[str, Any]) -> bytes:

@@ -48,8 +48,12 @@ class Rungs:
         """
         for index in range(len(self.steps) - 2, -1, -1):
             for bracket in sorted(set(self.brackets)):
-                there = [one for one in trials if self.first(one) == bracket and self.steps[index] in one.values]
-                there.sort(key=lambda one: (one.values[self.steps[index]], one.number))
+                there = [
+                    candidate
+                    for candidate in trials
+                    if self.first(candidate) == bracket and self.steps[index] in candidate.values
+                ]
+                there.sort(key=lambda candidate: (candidate.values[self.steps[index]], candidate.number))
                 for trial in there[: len(there) // self.factor]:
                     if trial.open and trial.number not in busy and self.reached(trial) == index:
                         return trial
@@ -60,9 +64,9 @@ class Rungs:
         no further trial starts, the best `count` trials are trained to the last step. Values at different lengths are
         not compared: a trial with a greater length counts as better.
         """
-        best = sorted((one for one in trials if one.values and not one.reason), key=self.rank)[:count]
-        free = [one for one in best if one.open and one.number not in busy]
-        return next((one for one in free if self.reached(one) < len(self.steps) - 1), None)
+        best = sorted((trial for trial in trials if trial.values and not trial.reason), key=self.rank)[:count]
+        free = [trial for trial in best if trial.open and trial.number not in busy]
+        return next((trial for trial in free if self.reached(trial) < len(self.steps) - 1), None)
 
     def rank(self, trial: SearchTrial) -> tuple[int, float, int]:
         """Return the key by which trials are sorted: a greater length first, then a better value."""
@@ -90,7 +94,7 @@ def hyperband(lengths: int, factor: int) -> tuple[int, ...]:
     """
     last = lengths - 1
     shares = [math.ceil(lengths * factor ** (last - index) / (last - index + 1)) for index in range(lengths)]
-    due = [(place / share, index) for index, share in enumerate(shares) for place in range(share)]
+    due = [(turn / share, index) for index, share in enumerate(shares) for turn in range(share)]
     return tuple(index for _, index in sorted(due))
 
 

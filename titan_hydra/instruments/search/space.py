@@ -83,16 +83,17 @@ class Space:
     def size(self) -> float:
         """The number of different trials; infinite with an interval of numbers."""
         return math.prod(
-            len(one.values) or (one.high - one.low + 1 if one.whole else math.inf) for one in self.dimensions
+            len(dimension.values) or (dimension.high - dimension.low + 1 if dimension.whole else math.inf)
+            for dimension in self.dimensions
         )
 
     def rounded(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return drawn values, rounded as trials use them."""
-        return {one.key: one.rounded(values[one.key]) for one in self.dimensions}
+        return {dimension.key: dimension.rounded(values[dimension.key]) for dimension in self.dimensions}
 
     def overrides(self, values: dict[str, Any]) -> list[str]:
         """Return the overrides of a trial with these values."""
-        return [f"{one.key}={one.text(values[one.key])}" for one in self.dimensions]
+        return [f"{dimension.key}={dimension.text(values[dimension.key])}" for dimension in self.dimensions]
 
     def values(self, overrides: list[str]) -> dict[str, Any] | None:
         """Return the values in the overrides of a trial, which may have others besides; None if a key has none there."""
@@ -104,26 +105,27 @@ class Space:
 
     def grid(self) -> list[dict[str, Any]]:
         """Return every combination of listed values."""
-        keys = [one.key for one in self.dimensions]
+        keys = [dimension.key for dimension in self.dimensions]
         return [
-            dict(zip(keys, cell, strict=True)) for cell in itertools.product(*(one.values for one in self.dimensions))
+            dict(zip(keys, cell, strict=True))
+            for cell in itertools.product(*(dimension.values for dimension in self.dimensions))
         ]
 
     def probes(self) -> list[list[str]]:
         """Return the trials that are checked before a search starts: the first value of each key and, for each key,
         every value of `ends` with the first values of the other keys.
         """
-        first = {one.key: one.ends[0] for one in self.dimensions}
-        found = [first] + [first | {one.key: end} for one in self.dimensions for end in one.ends[1:]]
-        return [[f"{key}={value}" for key, value in cell.items()] for cell in found]
+        first = {dimension.key: dimension.ends[0] for dimension in self.dimensions}
+        probes = [first] + [first | {dimension.key: end} for dimension in self.dimensions for end in dimension.ends[1:]]
+        return [[f"{key}={value}" for key, value in cell.items()] for cell in probes]
 
 
 def space_of(swept: list[Override]) -> Space:
     """Read the swept overrides of a command line. Raises ConfigError with a line for each one without values."""
-    found, lines = [], []
+    dimensions, lines = [], []
     for override in swept:
         try:
-            found.append(_dimension(override))
+            dimensions.append(_dimension(override))
         except ConfigError as error:
             lines.append(str(error))
     if not swept:
@@ -132,7 +134,7 @@ def space_of(swept: list[Override]) -> Space:
         ]
     if lines:
         raise ConfigError("\n".join(lines))
-    return Space(tuple(found))
+    return Space(tuple(dimensions))
 
 
 def _dimension(override: Override) -> Dimension:

@@ -52,14 +52,14 @@ class Summary:
         signs = [1 if direction == "minimize" else -1 for direction in self.directions]
         return [sign * value for sign, value in zip(signs, trial.objectives, strict=True)]
 
-    def _exceeds(self, one: SearchTrial, other: SearchTrial) -> bool:
-        pairs = list(zip(self._cost(one), self._cost(other), strict=True))
+    def _exceeds(self, trial: SearchTrial, other: SearchTrial) -> bool:
+        pairs = list(zip(self._cost(trial), self._cost(other), strict=True))
         return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
     def seeds(self, trial: SearchTrial) -> list[float]:
         """Return the objectives of a trial's runs with several seeds; [] if the trial has a single seed."""
-        found = [entry["value"] for name, entry in self.confirmed.items() if name.split()[0] == str(trial.number)]
-        return [*trial.objectives[:1], *(value for value in found if value is not None)] if found else []
+        other_seeds = [entry["value"] for name, entry in self.confirmed.items() if name.split()[0] == str(trial.number)]
+        return [*trial.objectives[:1], *(value for value in other_seeds if value is not None)] if other_seeds else []
 
     @cached_property
     def winner(self) -> SearchTrial | None:
@@ -75,7 +75,9 @@ class Summary:
     @cached_property
     def hours(self) -> dict[int, float]:
         """The GPU-hours of each trial, by number, without its runs with other seeds."""
-        return {one.number: sum(device_hours(self.runs / run) for run in one.runs.values()) for one in self.trials}
+        return {
+            trial.number: sum(device_hours(self.runs / run) for run in trial.runs.values()) for trial in self.trials
+        }
 
     @property
     def spent(self) -> float:
@@ -92,20 +94,20 @@ class Summary:
         """The number of steps that the trials have made, and the number that they would have made if all of them were
         trained to the last step.
         """
-        made = sum(_made(self.runs / run, steps) for trial in self.trials for steps, run in trial.runs.items())
-        return made, self.full * sum(bool(trial.runs) for trial in self.trials)
+        trained = sum(_made(self.runs / run, steps) for trial in self.trials for steps, run in trial.runs.items())
+        return trained, self.full * sum(bool(trial.runs) for trial in self.trials)
 
     @property
     def saved(self) -> float:
         """The GPU-hours that training all trials to the last step would have cost in addition, at the same GPU-hours
         per step.
         """
-        made, whole = self.steps
-        return self.spent * (whole / made - 1) if made else 0.0
+        trained, whole = self.steps
+        return self.spent * (whole / trained - 1) if trained else 0.0
 
     def document(self) -> dict[str, Any]:
         """Return the search as JSON values."""
-        made, whole = self.steps
+        trained, whole = self.steps
         return {
             "directions": self.directions,
             "trials": [
@@ -130,7 +132,7 @@ class Summary:
             "spent_gpu_hours": self.spent,
             "confirming_gpu_hours": self.confirming,
             "saved_gpu_hours": self.saved,
-            "steps": made,
+            "steps": trained,
             "steps_of_whole_runs": whole,
         }
 
@@ -173,10 +175,10 @@ class Summary:
 
     def notes(self) -> list[str]:
         """Return the lines below the table."""
-        made, whole = self.steps
+        trained, whole = self.steps
         lines = [
             f"{self.spent:.3f} GPU-hours spent on trials, {self.saved:.3f} saved against whole runs of all of them "
-            f"({made:,} of {whole:,} steps); {self.confirming:.3f} on other seeds"
+            f"({trained:,} of {whole:,} steps); {self.confirming:.3f} on other seeds"
         ]
         if self.importance:
             shares = ", ".join(f"{key} {share:.0%}" for key, share in self.importance.items())
@@ -229,8 +231,8 @@ def summary_of(folder: Path) -> Summary:
     names = [name for name, direction in OBJECTIVES.items() if direction in directions]
 
     def value(run: str) -> list[float] | None:
-        found: list[Any] = [layout.RESULT.read(runs / run).get(name) for name in names]
-        return None if None in found else found
+        results: list[Any] = [layout.RESULT.read(runs / run).get(name) for name in names]
+        return None if None in results else results
 
     if difference := journal.differs(value):
         raise JournalDamaged(f"{journal.file}: {difference}")

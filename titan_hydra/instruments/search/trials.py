@@ -46,7 +46,7 @@ class SearchPlan:
     @property
     def fixed(self) -> list[str]:
         """The overrides that all trials share, without those of the search itself."""
-        return [one for one in self.question.fixed if key_of(one).partition(".")[0] != "search"]
+        return [override for override in self.question.fixed if key_of(override).partition(".")[0] != "search"]
 
     @property
     def runs(self) -> Path:
@@ -55,14 +55,14 @@ class SearchPlan:
     @cached_property
     def name(self) -> str:
         """The name of the sweep: sweep.name, or the swept keys."""
-        keys = [one.key.lstrip("+").rpartition(".")[2] for one in self.space.dimensions]
+        keys = [dimension.key.lstrip("+").rpartition(".")[2] for dimension in self.space.dimensions]
         return self.base.job.sweep.name or "-".join(keys).replace("/", "-")
 
     @cached_property
     def folder(self) -> Path:
         """The folder of the sweep. The same search always has the same folder, so that the same command line finds it."""
         decides = {key: getattr(self.search, key) for key in DECIDING}
-        typed = [one.typed for one in self.space.dimensions]
+        typed = [dimension.typed for dimension in self.space.dimensions]
         text = json.dumps([identity(self.base.job), typed, decides], sort_keys=True)
         return layout.SWEEPS.of(self.runs) / f"{self.name}-search-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
@@ -102,8 +102,8 @@ class SearchPlan:
 
     def made(self, own: list[str], name: str) -> tuple[Cell | None, str]:
         """Compose and check a cell. Return it, or the first fault."""
-        taken = {key_of(one) for one in own}
-        overrides = [one for one in self.fixed if key_of(one) not in taken] + own
+        taken = {key_of(override) for override in own}
+        overrides = [override for override in self.fixed if key_of(override) not in taken] + own
         config = self.question.compose(overrides)
         config.sweep.name, config.sweep.cell = self.name, name
         cell, faults, _ = examine(config, overrides)
@@ -111,8 +111,8 @@ class SearchPlan:
 
     def value(self, directory: Path) -> list[float] | None:
         """Return the objectives of a run that is done; None if one of them is missing."""
-        found: list[Any] = [layout.RESULT.read(directory).get(name) for name in self.measured]
-        return None if None in found else found
+        results: list[Any] = [layout.RESULT.read(directory).get(name) for name in self.measured]
+        return None if None in results else results
 
 
 def checkpoint_overrides(job: Job, rungs: Rungs) -> list[str]:
@@ -138,7 +138,7 @@ def plan_of(question: Question) -> SearchPlan:
     if job is None:
         raise ConfigError("\n".join(map(str, faults)))
     search = cast(OptunaSearch, job.search)
-    fixed = [one for one in question.fixed if key_of(one).partition(".")[0] != "search"]
+    fixed = [override for override in question.fixed if key_of(override).partition(".")[0] != "search"]
     overrides = [[*fixed, *own] for own in space.probes()]
     composed = [(question.compose(own), own) for own in overrides]
     jobs, lines = [], []
@@ -164,19 +164,21 @@ def faults_of_the_search(plan: SearchPlan, jobs: list[Job]) -> list[Fault]:
         legal = ("tokens_per_second",)
         reason = "needs a held-out loss, which validation=on measures"
         faults.append(Fault("search.objective", search.objective, reason, legal=legal))
-    for one in plan.space.dimensions:
-        others = jobs[first : first + len(one.ends) - 1]
+    for dimension in plan.space.dimensions:
+        others = jobs[first : first + len(dimension.ends) - 1]
         first += len(others)
         if identity(jobs[0]) in {identity(other) for other in others}:
             reason = "two of its values make the same experiment, so a search cannot choose between them"
-            faults.append(Fault(one.key, one.typed.partition("=")[2], reason))
-        if search.sampler == "grid" and not one.values:
-            faults.append(Fault(one.key, one.typed.partition("=")[2], "search.sampler=grid takes lists of values"))
-        if one.key == "seed" and search.confirm:
+            faults.append(Fault(dimension.key, dimension.typed.partition("=")[2], reason))
+        if search.sampler == "grid" and not dimension.values:
+            faults.append(
+                Fault(dimension.key, dimension.typed.partition("=")[2], "search.sampler=grid takes lists of values")
+            )
+        if dimension.key == "seed" and search.confirm:
             faults.append(
                 Fault("search.confirm", search.confirm, "gives trials other seeds, so `seed` cannot be swept", (0,))
             )
-        if one.key == "steps" and search.pruner != "none":
+        if dimension.key == "steps" and search.pruner != "none":
             faults.append(Fault("search.pruner", search.pruner, "changes `steps` itself, so `steps` cannot be swept"))
     if search.sampler == "grid" and 1_000_000 < plan.space.size < math.inf:
         faults.append(Fault("search.sampler", "grid", f"{plan.space.size:,} combinations, and 1,000,000 are the most"))

@@ -149,7 +149,7 @@ def case(name: str, ranks: int, *overrides: str, **options) -> Case:
 
 
 def in_bf16(
-    what: str, *base: str, layouts: Iterable[tuple[str, int, str]] = LAYOUTS_IN_BF16, slow: bool = False, **options
+    title: str, *base: str, layouts: Iterable[tuple[str, int, str]] = LAYOUTS_IN_BF16, slow: bool = False, **options
 ) -> list[Case]:
     """Return a case in bf16 for each layout (name, ranks, option of `parallelism`) of the job `base`; cases of four
     ranks are marked slow.
@@ -161,7 +161,7 @@ def in_bf16(
     batches = {"tp": 8, "pp": 8, "cp": 8, "fsdp": 4, "fsdp_tp": 4, "hsdp": 2}
     return [
         case(
-            f"bf16, {what}, {name}",
+            f"bf16, {title}, {name}",
             ranks,
             f"parallelism={layout}",
             f"data.local_batch={batches[layout]}",

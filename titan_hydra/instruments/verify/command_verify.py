@@ -149,13 +149,13 @@ def show_outcomes(outcomes: list[Outcome], header: tuple[str, ...], rows: list[t
             print(outcome)
 
 
-def _verify_module(place: str, as_json: bool) -> int:
+def _verify_module(address: str, as_json: bool) -> int:
     """Print the verdict on a user's module (`Subject`). Returns 0 if no check has failed, else 1."""
     from .module import verify_module
     from .processes import Crashed, Raised
 
     try:
-        verdict = verify_module(place, STEPS_OF_MODULE)
+        verdict = verify_module(address, STEPS_OF_MODULE)
     except (Raised, Crashed) as error:
         with notes_on_stderr(as_json):
             print(error)
@@ -169,7 +169,7 @@ def _verify_module(place: str, as_json: bool) -> int:
     colours = [dict.fromkeys(header, "red") if row[-1] == "NO" else {} for row in rows]
     mesh = " x ".join(f"{name} {size}" for name, size in verdict.mesh.items())
     print(
-        f"{place} on {mesh} against one process in {verdict.reference}:",
+        f"{address} on {mesh} against one process in {verdict.reference}:",
         *table(header, rows, (), ("where",), colours),
         sep="\n",
     )

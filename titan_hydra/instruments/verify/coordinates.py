@@ -67,7 +67,8 @@ def _run(job: Job, trainer: Trainer) -> dict[str, Any]:
     change = {kind: [b - a for a, b in zip(start[kind], end[kind], strict=True)] for kind in start}
     sizes = {"start": start, "end": end, "change": change}
     return {"losses": losses} | {
-        name: {kind: root_mean_square(values) for kind, values in found.items()} for name, found in sizes.items()
+        name: {kind: root_mean_square(values) for kind, values in values_by_kind.items()}
+        for name, values_by_kind in sizes.items()
     }
 
 
@@ -79,18 +80,18 @@ def root_mean_square(values: list[Tensor]) -> float:
 @torch.no_grad()
 def activations(trainer: Trainer, batch: Batch) -> Activations:
     """Return the activations of a local batch, by kind: embedding, attention, feed-forward, router and logits."""
-    found: Activations = {}
+    by_kind: Activations = {}
     with contextlib.ExitStack() as hooks:
         for kind, module in _watched(trainer.model, trainer.job):
             handle = (
-                module.register_forward_pre_hook(_router_logits(found.setdefault(kind, [])))
+                module.register_forward_pre_hook(_router_logits(by_kind.setdefault(kind, [])))
                 if kind == "router"
-                else module.register_forward_hook(_outputs(found.setdefault(kind, [])))
+                else module.register_forward_hook(_outputs(by_kind.setdefault(kind, [])))
             )
             hooks.callback(handle.remove)
         trainer.prepare_weights()
         trainer.step.forward(batch)
-    return found
+    return by_kind
 
 
 def _watched(model: Any, job: Job) -> Iterator[tuple[str, nn.Module]]:

@@ -50,28 +50,30 @@ def covered(cases: Iterable[Case], overrides: tuple[str, ...], config_dir: tuple
     """Return the cases with the user's overrides added to them and to their references. Raises ConfigError if no case
     can run, or if the model's attention window is longer than any case's sequences.
     """
-    found = Coverage()
+    coverage = Coverage()
     for case in cases:
-        own = replace(case, base=(*case.base, *overrides), config_dir=config_dir)
+        user_case = replace(case, base=(*case.base, *overrides), config_dir=config_dir)
         try:
-            job = job_of(own, steps)
+            job = job_of(user_case, steps)
             if case.reference == "float64" and not str(family_of(job.model).model).startswith(
                 "titan_hydra.core.models."
             ):
                 raise ConfigError(
                     f"model.family={job.model.family}: has no float64 reference; only the package's own families have one"
                 )
-            reference_of(own, steps)
+            reference_of(user_case, steps)
         except ConfigError as error:
-            found.left_out[_reason(str(error))] += 1
+            coverage.left_out[_reason(str(error))] += 1
             continue
-        found.windows |= windows_of(job.model)
-        found.cases.append(replace(own, base=(*own.base, *_lengthened(job.data.seq_len, windows_of(job.model)))))
-    if not found.cases:
-        raise ConfigError(
-            f"none of {counted(found.left_out.total(), 'case')} can run: {found.left_out.most_common(1)[0][0]}"
+        coverage.windows |= windows_of(job.model)
+        coverage.cases.append(
+            replace(user_case, base=(*user_case.base, *_lengthened(job.data.seq_len, windows_of(job.model))))
         )
-    return found
+    if not coverage.cases:
+        raise ConfigError(
+            f"none of {counted(coverage.left_out.total(), 'case')} can run: {coverage.left_out.most_common(1)[0][0]}"
+        )
+    return coverage
 
 
 def windows_of(model: Model) -> dict[str, int]:

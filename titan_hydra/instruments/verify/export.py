@@ -49,8 +49,8 @@ def export_differs(trainer: Trainer, held_out: Sequence[Batch]) -> int:
     trainer's weights, else 1. The losses must be exactly equal, except under a parametrization with scales.
     """
     job = trainer.job
-    with tempfile.TemporaryDirectory() as place:
-        run, target = Path(place, "run"), Path(place, "export")
+    with tempfile.TemporaryDirectory() as scratch:
+        run, target = Path(scratch, "run"), Path(scratch, "export")
         run.mkdir()
         config = dataclasses.replace(job.checkpoint, name="sync")
         saved = Checkpointer(config, Run(run, run, 0, 0, 1), trainer.masters.weights, trainer.optimizers)
@@ -70,20 +70,20 @@ def read_export(folder: Path) -> tuple[Weights, Any]:
     """Return the weights of an export in float64 under the names of reference.py, and its config.json as a model
     section.
     """
-    found: Weights = {}
+    weights: Weights = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for file in folder.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
             path, wide = name.removesuffix(".weight"), tensor.double()
             _, _, layer, *rest = path.split(".") if path.startswith("model.layers.") else (path, "", "")
             if not layer:
-                found[f"{OUTSIDE[path]}.weight"] = wide
+                weights[f"{OUTSIDE[path]}.weight"] = wide
             elif "experts" in rest:
                 stack = f"layers.{layer}.feed_forward.experts.{MATRICES[rest[-1]]}"
                 experts.setdefault(stack, {})[int(rest[-2])] = wide
             else:
-                found[f"layers.{layer}.{IN_BLOCKS['.'.join(rest)]}.weight"] = wide
-    found |= {name: torch.stack([stack[number] for number in sorted(stack)]) for name, stack in experts.items()}
+                weights[f"layers.{layer}.{IN_BLOCKS['.'.join(rest)]}.weight"] = wide
+    weights |= {name: torch.stack([stack[number] for number in sorted(stack)]) for name, stack in experts.items()}
     config = json.loads((folder / "config.json").read_text())
     scaling = config["rope_scaling"]
     if scaling is not None:
@@ -106,4 +106,4 @@ def read_export(folder: Path) -> tuple[Weights, Any]:
         routed_scaling_factor=1.0,
         n_shared_experts=0,
     )
-    return found, model
+    return weights, model

@@ -18,14 +18,14 @@ def odd_starts(start: dict[str, Tensor], job: Job) -> int:
     """
     if OBJECTIVES[job.objective.name].makes != "tokens" or job.parametrization.name != "standard":
         return 0
-    found = 0
+    count = 0
     for name, weight in start.items():
         mean, deviation = distribution(name, job.model, weight.shape[-1])
         several = weight.numel() > 1
         error = deviation / math.sqrt(weight.numel())
         spread = weight.double().std().item() if several else deviation
-        found += abs(weight.double().mean().item() - mean) > 6 * error + 1e-7 or abs(spread - deviation) > 6 * error
-    return found
+        count += abs(weight.double().mean().item() - mean) > 6 * error + 1e-7 or abs(spread - deviation) > 6 * error
+    return count
 
 
 def distribution(name: str, model: Model, inputs: int) -> tuple[float, float]:
@@ -57,12 +57,12 @@ class Order:
         self.left: Tensor | None = None
 
     def faults(self, batch: Batch) -> int:
-        found = self.repeated(batch)
+        count = self.repeated(batch)
         if self.follows:
             if self.left is not None:  # a label that does not count is -1 and cannot be compared
-                found += int(((self.left >= 0) & (self.left != batch["tokens"][:, 0])).sum())
+                count += int(((self.left >= 0) & (self.left != batch["tokens"][:, 0])).sum())
             self.left = batch["labels"][:, -1]
-        return found
+        return count
 
     def repeated(self, batch: Batch) -> int:
         """Count the samples whose tokens (for images: whose noise) the run has had before. Objectives other than

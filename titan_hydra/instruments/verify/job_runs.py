@@ -41,9 +41,9 @@ TRIES = 3  # maximum number of runs that are started, until one of them is kille
 
 def compared(pairs: Iterable[JobPair]) -> list[Outcome]:
     """Compare the two jobs of each pair; equal references run once. Returns an outcome for each pair, in their order."""
-    found = list(pairs)
-    references = {reference_key(one.case): (one.case, one.alone) for one in reversed(found)}
-    return prove([one.case for one in found], [one.job for one in found], references)
+    all_pairs = list(pairs)
+    references = {reference_key(pair.case): (pair.case, pair.alone) for pair in reversed(all_pairs)}
+    return prove([pair.case for pair in all_pairs], [pair.job for pair in all_pairs], references)
 
 
 def order_of_data(job: Job, small: Job) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def exported_and_imported(run: Path, job: Job, folder: Path) -> dict[str, Any]:
     for name in names:
         entry: Any = before.metadata.state_dict_metadata.get(name)
         if entry is None or not torch.equal(
-            *(one.tensor(name.removeprefix(PREFIX), entry.size, torch.float32) for one in (before, after))
+            *(reader.tensor(name.removeprefix(PREFIX), entry.size, torch.float32) for reader in (before, after))
         ):
             differing.append(name.removeprefix(PREFIX))
     return {"passed": bool(names) and not differing, "tensors": len(names), "differing": differing, "reason": None}

@@ -70,14 +70,16 @@ def verify_jobs(args: argparse.Namespace) -> int:
     if faults := [f"{name or 'the job'}: {fault}" for job, _, name in cells for fault in checks.check(job, RULES)]:
         print(*dict.fromkeys(faults), sep="\n", file=sys.stderr)
         return Exit.CONFIG
-    found = {proofs.folder_of_proof(job): proofs.proof_of(job) for job, _, _ in cells}
-    wanted = {folder: cell for cell in cells if args.again or not found[folder := proofs.folder_of_proof(cell[0])]}
-    made = _prove([_candidate(*cell, most) for cell in wanted.values()], began)
-    for folder, proof in zip(wanted, made, strict=True):
-        found[folder] = proof
+    proofs_by_folder = {proofs.folder_of_proof(job): proofs.proof_of(job) for job, _, _ in cells}
+    wanted = {
+        folder: cell for cell in cells if args.again or not proofs_by_folder[folder := proofs.folder_of_proof(cell[0])]
+    }
+    new_proofs = _prove([_candidate(*cell, most) for cell in wanted.values()], began)
+    for folder, proof in zip(wanted, new_proofs, strict=True):
+        proofs_by_folder[folder] = proof
         if proof.passed:
             _write(folder, proof)
-    proven = {folder: proof for folder, proof in found.items() if proof}
+    proven = {folder: proof for folder, proof in proofs_by_folder.items() if proof}
     seconds, passed = time.monotonic() - began, sum(proof.passed for proof in proven.values())
     if args.json:
         documents = [{"folder": str(folder), **dataclasses.asdict(proof)} for folder, proof in proven.items()]
@@ -104,18 +106,18 @@ def _of_runs(args: argparse.Namespace) -> list[tuple[Job, list[str], str]]:
     if cases := {case.name for case in whole_matrix()}.intersection(args.overrides):
         name = cases.pop()
         raise ConfigError(f"{name}: is a case of the matrix, not a run; titan verify --only {shlex.quote(name)}")
-    found = []
+    jobs = []
     for cell in [cell for target in args.overrides for cell in choose(target, args.runs).cells]:
         import_modules(cell.directory)
         job = dataclasses.replace(load_job(cell.directory), paths=Paths(str(cell.directory.parent)))
-        found.append((job, cell.overrides, cell.directory.name))
-    return found
+        jobs.append((job, cell.overrides, cell.directory.name))
+    return jobs
 
 
 def _candidate(job: Job, overrides: list[str], name: str, most: int) -> Candidate:
     """Reduce a job, and list its pairs. Raises ConfigError if the job has no reduced form."""
     small = reduced(job, most)
-    own = [list(job_pairs(job, one, _in_words(_degrees(one)))) for one in small]
+    own = [list(job_pairs(job, small_job, _in_words(_degrees(small_job)))) for small_job in small]
     return Candidate(job, overrides, name or job.name, small, own)
 
 
@@ -136,24 +138,24 @@ def _prove(candidates: list[Candidate], began: float) -> list[Proof]:
     from . import job_runs
 
     # the samples are compared first, as this fails early if data files are missing
-    orders = [job_runs.order_of_data(one.job, one.small[0]) for one in candidates]
-    unique = {_key(each): each for one in candidates for own in one.pairs for each in own}
+    orders = [job_runs.order_of_data(candidate.job, candidate.small[0]) for candidate in candidates]
+    unique = {_key(each): each for candidate in candidates for of_small in candidate.pairs for each in of_small}
     outcomes = dict(zip(unique, job_runs.compared(unique.values()), strict=True))
     trained: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-    made = []
-    for one, data in zip(candidates, orders, strict=True):
-        found = [[outcomes[_key(each)] for each in own] for own in one.pairs]
-        passed = all(outcome.passed for own in found for outcome in own)
-        print(f"{one.name}: learns {'' if passed else 'NOT '}as one process", file=sys.stderr, flush=True)
-        if passed and (key := identity(one.small[0])) not in trained:
-            trained[key] = job_runs.trained(one.small[0])
+    new_proofs = []
+    for candidate, data in zip(candidates, orders, strict=True):
+        outcomes_of_small = [[outcomes[_key(each)] for each in of_small] for of_small in candidate.pairs]
+        passed = all(outcome.passed for of_small in outcomes_of_small for outcome in of_small)
+        print(f"{candidate.name}: learns {'' if passed else 'NOT '}as one process", file=sys.stderr, flush=True)
+        if passed and (key := identity(candidate.small[0])) not in trained:
+            trained[key] = job_runs.trained(candidate.small[0])
         resume, export = (
             trained[key]
             if passed
             else ({"passed": None, "reason": "not run, as the layout learns something else"},) * 2
         )
-        made.append(_proof(one, found, data, resume, export, time.monotonic() - began))
-    return made
+        new_proofs.append(_proof(candidate, outcomes_of_small, data, resume, export, time.monotonic() - began))
+    return new_proofs
 
 
 def _key(pair: JobPair) -> tuple[str, str]:
@@ -161,8 +163,8 @@ def _key(pair: JobPair) -> tuple[str, str]:
 
 
 def _proof(
-    one: Candidate,
-    found: list[list[Outcome]],
+    candidate: Candidate,
+    outcomes_of_small: list[list[Outcome]],
     data: dict[str, Any],
     resume: dict[str, Any],
     export: dict[str, Any],
@@ -171,8 +173,8 @@ def _proof(
     """Return the proof of a candidate."""
     from .judge import outcome_as_json
 
-    job = one.job
-    proven = all(outcome.passed for outcomes in found for outcome in outcomes)
+    job = candidate.job
+    proven = all(outcome.passed for outcomes in outcomes_of_small for outcome in outcomes)
     parts = [
         {
             "ranks": world_size(small),
@@ -180,21 +182,21 @@ def _proof(
             "changes": reduced_keys(job, small),
             "proofs": [*map(outcome_as_json, outcomes)],
         }
-        for small, outcomes in zip(one.small, found, strict=True)
+        for small, outcomes in zip(candidate.small, outcomes_of_small, strict=True)
     ]
     return Proof(
         passed=bool(proven and data["passed"] and resume["passed"] is True and export["passed"] is not False),
-        name=one.name,
+        name=candidate.name,
         layout=proofs.layout_hash(job),
         identity=identity(job),
-        overrides=one.overrides,
+        overrides=candidate.overrides,
         gpus=job.gpus,
         degrees=_degrees(job),
         rules=sum(map(len, RULES)),
         warnings=[*map(str, checks.warnings(job))],
         prediction=_prediction(job),
         reduced=parts,
-        not_shown=list(_not_shown(one)),
+        not_shown=list(_not_shown(candidate)),
         data=data,
         resume=resume,
         export=export,
@@ -219,11 +221,11 @@ def _prediction(job: Job) -> dict[str, Any]:
         return {"memory_gib": None, "reason": str(error)}
 
 
-def _not_shown(one: Candidate) -> Iterator[str]:
+def _not_shown(candidate: Candidate) -> Iterator[str]:
     """Yield what the reduced size cannot show."""
-    job = one.job
+    job = candidate.job
     yield "kernels and streams of a GPU; the ranks compute on CPUs"
-    if len(one.small) > 1:
+    if len(candidate.small) > 1:
         yield (
             "all techniques at once, as that needs more than eight ranks: every three of them together, "
             "the first three resumed"
@@ -258,8 +260,8 @@ def proof_text(proof: Proof, folder: Path | None) -> Iterator[str]:
         more = [f"and {len(changes) - CHANGES_SHOWN} more"] if len(changes) > CHANGES_SHOWN else []
         about[f"{small['ranks']} ranks"] = "; ".join([*changes[:CHANGES_SHOWN], *more])
     yield from (f"  {title:<11}{line}" for title, line in about.items())
-    for one in (one for small in proof.reduced for one in small["proofs"]):
-        yield f"  {_mark(one['passed'])}  {one['name']}: {_differences(one)}"
+    for case in (case for small in proof.reduced for case in small["proofs"]):
+        yield f"  {_mark(case['passed'])}  {case['name']}: {_differences(case)}"
     data, resume, export = proof.data, proof.resume, proof.export
     yield f"  {_mark(data['passed'])}  data: {data['steps']} steps of {data['source']}, in the order of one process{_why(data)}"
     if resume.get("killed_at_step"):
@@ -272,24 +274,24 @@ def proof_text(proof: Proof, folder: Path | None) -> Iterator[str]:
     yield from (f"  not shown: {line}" for line in proof.not_shown)
 
 
-def _prediction_text(found: dict[str, Any]) -> str:
-    if found.get("memory_gib") is None:
-        return f"nothing: {found['reason']}"
-    low, high = found["memory_gib_band"]
-    memory = f"{found['memory_gib']:,.1f} GiB ({low:,.1f} to {high:,.1f}) on {found['hardware']}, fits: {found['fits']}"
-    if not found["tokens_per_second"]:
+def _prediction_text(prediction: dict[str, Any]) -> str:
+    if prediction.get("memory_gib") is None:
+        return f"nothing: {prediction['reason']}"
+    low, high = prediction["memory_gib_band"]
+    memory = f"{prediction['memory_gib']:,.1f} GiB ({low:,.1f} to {high:,.1f}) on {prediction['hardware']}, fits: {prediction['fits']}"
+    if not prediction["tokens_per_second"]:
         return memory
-    low, high = found["tokens_per_second_band"]
-    return f"{memory}; {found['tokens_per_second']:,.0f} tokens/s per device ({low:,.0f} to {high:,.0f})"
+    low, high = prediction["tokens_per_second_band"]
+    return f"{memory}; {prediction['tokens_per_second']:,.0f} tokens/s per device ({low:,.0f} to {high:,.0f})"
 
 
-def _differences(one: dict[str, Any]) -> str:
+def _differences(case: dict[str, Any]) -> str:
     """Return in words how far a case is from one process, and what is not equal though it must be."""
-    parts = [f"{name} {_number(one[name]['difference'])} of {one[name]['bound']:g}" for name in COLUMNS]
-    if one["band"] is not None:
-        parts.append(f"{_number(one['band'])} of the measured band")
-    parts += [f"{one[field]} {title}" for title, field in EXACT.items() if one[field]]
-    return ", ".join(parts) + ("" if one["passed"] else f"; worst: {one['worst']}")
+    parts = [f"{name} {_number(case[name]['difference'])} of {case[name]['bound']:g}" for name in COLUMNS]
+    if case["band"] is not None:
+        parts.append(f"{_number(case['band'])} of the measured band")
+    parts += [f"{case[field]} {title}" for title, field in EXACT.items() if case[field]]
+    return ", ".join(parts) + ("" if case["passed"] else f"; worst: {case['worst']}")
 
 
 def _mark(passed: bool | None) -> str:

@@ -106,13 +106,13 @@ class Outcome:
         """
         case = self.case
         bounds = {"loss": case.loss, "norm": case.norm, "gradient": case.gradients, "weight": case.weights}
-        found = dict(zip(bounds, (self.loss, self.norm, self.gradients, self.weights), strict=True))
-        return {column: found[column] / bound for column, bound in bounds.items()} | {"band": self.band}
+        differences = dict(zip(bounds, (self.loss, self.norm, self.gradients, self.weights), strict=True))
+        return {column: differences[column] / bound for column, bound in bounds.items()} | {"band": self.band}
 
     @property
     def counts(self) -> dict[str, int]:
         """The counts of errors that are not 0, by column."""
-        found = {
+        all_counts = {
             "start": self.start,
             "routing": self.routing * self.case.routing,
             "copies": self.drift,
@@ -120,7 +120,7 @@ class Outcome:
             "data": self.data,
             "export": self.export,
         }
-        return {column: number for column, number in found.items() if number}
+        return {column: number for column, number in all_counts.items() if number}
 
     @property
     def unsure(self) -> bool:
@@ -207,7 +207,7 @@ def rounds_alike(job: Job, reference: Job) -> bool:
     reference measure the layout's band.
     """
     # float8_all_gather is ignored, as gathering in Float8 causes no additional rounding
-    precisions = [{**vars(one.precision), "float8_all_gather": False} for one in (job, reference)]
+    precisions = [{**vars(of_both.precision), "float8_all_gather": False} for of_both in (job, reference)]
     return precisions[0] == precisions[1] and job.optimizer.masters == reference.optimizer.masters
 
 
@@ -252,7 +252,7 @@ def flips(reference: Trace, optimizer: str) -> dict[str, float]:
     }
 
 
-def beyond(found: Differences, spread: Differences, once: dict[str, float]) -> float:
+def beyond(differences: Differences, spread: Differences, once: dict[str, float]) -> float:
     """Return the largest ratio of a difference to its limit. The limit is MULTIPLE times the spread; for a weight, its
     entry in `once` (`flips`) is added. The limit is never below the column's TIGHT tolerance.
     """
@@ -261,7 +261,7 @@ def beyond(found: Differences, spread: Differences, once: dict[str, float]) -> f
         value
         / max(tight, MULTIPLE[column] * spread.get(column, {}).get(name, 0.0) + room.get(column, {}).get(name, 0.0))
         for column, tight in TIGHT.items()
-        for name, value in found[column].items()
+        for name, value in differences[column].items()
     )
 
 
@@ -271,10 +271,10 @@ def misrouted(run: Trace, reference: Trace) -> int:
     """
     steps = zip(run.loads, reference.loads, strict=False)
     tokens = sum(
-        one != other
+        count != expected
         for ours, theirs in steps
         for layer in theirs
-        for one, other in zip(ours[layer], theirs[layer], strict=True)
+        for count, expected in zip(ours[layer], theirs[layer], strict=True)
     )
     return tokens + sum(not torch.equal(run.biases[name], bias) for name, bias in reference.biases.items())
 

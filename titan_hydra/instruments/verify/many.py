@@ -17,7 +17,7 @@ COARSE: dict[str, Any] = {**BF16}
 
 
 def many(
-    what: str, degrees: dict[str, int], *more: str, base: tuple[str, ...] = (), samples: int = 16, **options: Any
+    title: str, degrees: dict[str, int], *more: str, base: tuple[str, ...] = (), samples: int = 16, **options: Any
 ) -> Case:
     """Return a case whose ranks are threads. Each data-parallel rank has its part of `samples` as one local batch,
     unless `more` sets another size. The job is configured for a cluster, as the rules forbid so many processes on one
@@ -27,7 +27,7 @@ def many(
     layout = [f"parallelism.{name}={degree}" for name, degree in degrees.items()]
     local = samples // (degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1))
     name = ", ".join(
-        [f"{ranks} ranks", *([what] if what else []), *(f"{name} {degree}" for name, degree in degrees.items())]
+        [f"{ranks} ranks", *([title] if title else []), *(f"{name} {degree}" for name, degree in degrees.items())]
     )
     overrides = ("cluster=slurm", "parallelism=single", *layout, f"data.local_batch={local}", *more)
     return case(

@@ -389,6 +389,8 @@ def whole_matrix() -> list[Case]:
         *HEADS,
         *SCALED,
         *MANY,
-        *(one for record in OBJECTIVES.values() for one in resolve(record.cases) or ()),
+        *(listed for record in OBJECTIVES.values() for listed in resolve(record.cases) or ()),
     ]
-    return [one for one in cases if not versions()["torch"].startswith("2.11.") or one.name not in NOT_ON_OLD_TORCH]
+    return [
+        listed for listed in cases if not versions()["torch"].startswith("2.11.") or listed.name not in NOT_ON_OLD_TORCH
+    ]

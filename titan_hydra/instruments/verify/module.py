@@ -136,12 +136,12 @@ class Training:
         collective.
         """
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        found = {}
+        tensors = {}
         for name, parameter in model.named_parameters():
             own = value(parameter)
             own = torch.zeros_like(parameter) if own is None else own
-            found[clean_name(name)] = self.whole(clean_name(name), own.detach())
-        return found
+            tensors[clean_name(name)] = self.whole(clean_name(name), own.detach())
+        return tensors
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """Return a parameter, or its gradient, as a whole tensor in memory of its own."""
@@ -161,11 +161,11 @@ class Training:
         self.optimizer.load_state_dict(state[1])
 
 
-def verify_module(place: str, steps: int) -> ModuleVerdict:
-    """Train the Subject at `place` for some steps on its ranks and in one process, and judge the differences. Raises
+def verify_module(address: str, steps: int) -> ModuleVerdict:
+    """Train the Subject at `address` for some steps on its ranks and in one process, and judge the differences. Raises
     ConfigError for a subject that cannot be run.
     """
-    subject = load_subject(place)
+    subject = load_subject(address)
     rows, parts = len(next(iter(subject.batch(1).values()))), subject.parts * subject.accumulation
     if rows % parts:
         reason = (
@@ -174,18 +174,18 @@ def verify_module(place: str, steps: int) -> ModuleVerdict:
         raise fault_at(subject, "accumulation", reason, *tuple(divisors(rows // subject.parts))).error
     config = to_dict(compose_job("precision=fp32"))
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [(place, steps, config)]
+        jobs = [(address, steps, config)]
         spawn_ranks(1, _train_reference, folder, jobs)
         spawn_ranks(subject.ranks, _train_layout, folder, jobs)
-        found = json.loads(Path(folder, "found.json").read_text())
-    checks = [Check(**check) for check in found["checks"]]
-    return ModuleVerdict(place, subject.mesh, found["reference"], checks, found["gradients"])
+        result = json.loads(Path(folder, "found.json").read_text())
+    checks = [Check(**check) for check in result["checks"]]
+    return ModuleVerdict(address, subject.mesh, result["reference"], checks, result["gradients"])
 
 
 def _train_reference(device: torch.device, folder: str, jobs: list[tuple[str, int, dict]]) -> None:
     """Save the reference's trace, and the differences that rounding alone makes when the module trains in one process."""
-    (place, steps, _), *_ = jobs
-    subject, kind = load_subject(place), "float64"
+    (address, steps, _), *_ = jobs
+    subject, kind = load_subject(address), "float64"
     try:
         exact = _train_alone(subject, steps, torch.float64)
     except (
@@ -222,8 +222,8 @@ def _train_alone(subject: Subject, steps: int, dtype: torch.dtype | None, seed: 
 
 def _train_layout(device: torch.device, folder: str, jobs: list[tuple[str, int, dict]]) -> None:
     """Train a subject on the ranks, and write what differs from the reference."""
-    (place, steps, _), *_ = jobs
-    subject = load_subject(place)
+    (address, steps, _), *_ = jobs
+    subject = load_subject(address)
     fields, spread, single, kind = torch.load(f"{folder}/reference.pt")
     reference = Trace(**fields)
     mesh = init_device_mesh("cpu", tuple(subject.mesh.values()), mesh_dim_names=tuple(subject.mesh))
@@ -234,9 +234,9 @@ def _train_layout(device: torch.device, folder: str, jobs: list[tuple[str, int, 
     if checks[0].passed:
         state, dtypes = None, set[str]()
         for step in range(1, steps + 1):
-            with reductions() as (found, _):
+            with reductions() as (result, _):
                 loss, norm = training.step(step)
-            dtypes |= {str(dtype).removeprefix("torch.") for dtype in found}
+            dtypes |= {str(dtype).removeprefix("torch.") for dtype in result}
             trace.losses.append(_joined(loss, mesh, subject, reference.losses[step - 1]))
             norms.append(norm)
             if step == 1:
@@ -255,13 +255,13 @@ def _train_layout(device: torch.device, folder: str, jobs: list[tuple[str, int, 
             if norms
             else {}
         )
-        found = {"reference": kind, "checks": [vars(check) for check in checks], "gradients": gradients}
-        Path(folder, "found.json").write_text(json.dumps(found))
+        result = {"reference": kind, "checks": [vars(check) for check in checks], "gradients": gradients}
+        Path(folder, "found.json").write_text(json.dumps(result))
 
 
 def _names(layout: dict[str, Tensor], reference: dict[str, Tensor]) -> Check:
     """Compare names and shapes of the whole parameters."""
-    shapes = [{(name, tuple(value.shape)) for name, value in one.items()} for one in (layout, reference)]
+    shapes = [{(name, tuple(value.shape)) for name, value in tensors.items()} for tensors in (layout, reference)]
     wrong = sorted({name for name, _ in shapes[0] ^ shapes[1]})
     where = f"missing, added or of another shape: {', '.join(wrong[:3])}" if wrong else ""
     return Check("parameters", str(len(layout)), str(len(reference)), where, not wrong)
@@ -323,7 +323,7 @@ def _resume(subject: Subject, mesh: DeviceMesh, state: Any, training: Training, 
         again.step(step)
         again.update()
     pairs = zip(training.model.named_parameters(), again.model.parameters(), strict=True)
-    other = [name for (name, one), two in pairs if not torch.equal(local_part(one), local_part(two))]
+    other = [name for (name, first), second in pairs if not torch.equal(local_part(first), local_part(second))]
     other = sorted({name for names in _gathered(other) for name in names})
     return Check(
         "resume", f"{len(other)} differ" if other else "same bits", "same bits", ", ".join(other[:3]), not other
@@ -345,8 +345,8 @@ def _joined(loss: float, mesh: DeviceMesh, subject: Subject, reference: float) -
 def _of_all_ranks(own: Differences) -> Differences:
     """Return the largest difference of each entry on any rank. A collective."""
     worst: Differences = {}
-    for one in _gathered(own):
-        worst = widen(worst, one)
+    for of_rank in _gathered(own):
+        worst = widen(worst, of_rank)
     return worst
 
 

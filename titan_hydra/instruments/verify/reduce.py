@@ -260,28 +260,28 @@ def job_pairs(job: Job, small: Job, name: str) -> Iterator[JobPair]:
         bounds = ONE_SCALE if getattr(job.precision, "recipe", "") == "tensorwise" else EIGHT_BITS
         variants.append((job.precision.converter, format, bounds | {"routing": not sparse}))
     for kind, variant, bounds in variants:
-        one = alone(variant)
+        reference = alone(variant)
         if kind == "bfloat16":
-            one.loss = variant.loss  # one process uses the same loss: a loss in chunks rounds in other places
+            reference.loss = variant.loss  # one process uses the same loss: a loss in chunks rounds in other places
         options: dict[str, Any] = {
             **bounds,
-            "base": (identity(one),),
+            "base": (identity(reference),),
             "uneven_mask": True,
             "documents": job.data.document_mask,
         }
-        yield JobPair(Case(f"{name}, {kind}", world_size(variant), (), **options), variant, one)
+        yield JobPair(Case(f"{name}, {kind}", world_size(variant), (), **options), variant, reference)
 
 
 def alone(job: Job) -> Job:
     """Return the same training in one process, with the global batch as one local batch and no technique."""
-    one = copy.deepcopy(job)
-    one.parallelism = from_dict(Parallelism, {"name": "single", "cp_rotate": "allgather"})
-    one.pp_schedule = from_dict(PipelineSchedule, {"name": "1f1b"})
-    one.ac, one.compile, one.loss = from_dict(ActivationCheckpoint, {"name": "none"}), Compile(), Loss()
-    one.gpus, one.data.local_batch = 1, job.data.global_batch
-    if hasattr(one.precision, "float8_all_gather"):
-        one.precision.float8_all_gather = False
-    return freeze(one)
+    single = copy.deepcopy(job)
+    single.parallelism = from_dict(Parallelism, {"name": "single", "cp_rotate": "allgather"})
+    single.pp_schedule = from_dict(PipelineSchedule, {"name": "1f1b"})
+    single.ac, single.compile, single.loss = from_dict(ActivationCheckpoint, {"name": "none"}), Compile(), Loss()
+    single.gpus, single.data.local_batch = 1, job.data.global_batch
+    if hasattr(single.precision, "float8_all_gather"):
+        single.precision.float8_all_gather = False
+    return freeze(single)
 
 
 def with_own_data(job: Job, small: Job) -> tuple[Job, str]:

@@ -224,7 +224,11 @@ def output_of_block(
     scales: Multipliers,
 ) -> Tensor:
     """Return the output of one block."""
-    block = {one.removeprefix(f"{name}."): value for one, value in weights.items() if one.startswith(f"{name}.")}
+    block = {
+        weight_name.removeprefix(f"{name}."): value
+        for weight_name, value in weights.items()
+        if weight_name.startswith(f"{name}.")
+    }
     attend = latent_attention if "attention.wkv_a.weight" in block else attention
     h = rms_norm(x, block["attention_norm.weight"], model.norm_eps)
     y, routed.logits[name] = attend(block, h, *places, model, scales.sharpness)
@@ -234,7 +238,7 @@ def output_of_block(
         y, chosen, shares, doubtful = _experts(block, h, model)
         routed.experts[f"{name}.feed_forward"] = chosen, shares, doubtful
     else:
-        y = swiglu(h, *(block[f"feed_forward.{one}.weight"] for one in ("w1", "w2", "w3")))
+        y = swiglu(h, *(block[f"feed_forward.{weight_name}.weight"] for weight_name in ("w1", "w2", "w3")))
     return x + y / scales.depth
 
 
@@ -305,8 +309,8 @@ def attention(
         )
         if "attention.q_norm.weight" in block:
             q, k = (
-                rms_norm(one, block[f"attention.{name}_norm.weight"], model.norm_eps)
-                for name, one in (("q", q), ("k", k))
+                rms_norm(heads, block[f"attention.{name}_norm.weight"], model.norm_eps)
+                for name, heads in (("q", q), ("k", k))
             )
         scores = rotate_halves(q, positions, model) @ rotate_halves(k, positions, model).transpose(1, 2) * sharpness
         scores = scores.masked_fill(~sees, -math.inf)
@@ -342,7 +346,7 @@ def _in_doubt(scores: Tensor, chosen: Tensor, model: Sparse) -> int:
     """Count the tokens that choose other experts after a small random change of all scores, as by float32's rounding."""
     dice = torch.Generator().manual_seed(0)
     nudged = (scores * (1 + DOUBT * torch.rand(scores.shape, generator=dice, dtype=scores.dtype)) for _ in range(4))
-    return max(int((_choice(one, model) != chosen).any(-1).sum()) for one in nudged)
+    return max(int((_choice(nudged_scores, model) != chosen).any(-1).sum()) for nudged_scores in nudged)
 
 
 def _choice(scores: Tensor, model: Sparse) -> Tensor:

@@ -67,8 +67,8 @@ def one(dice: random.Random, index: int, ranks: int) -> Case:
     )
     # A loss in chunks rounds the gradient of bfloat16 logits at another place than the plain one, so the reference of a
     # layout in bfloat16 has the same loss.
-    loss = tuple(one for one in layout if one.startswith("loss") and precision == "bf16")
-    layout = tuple(one for one in layout if one not in loss)
+    loss = tuple(loss_override for loss_override in layout if loss_override.startswith("loss") and precision == "bf16")
+    layout = tuple(loss_override for loss_override in layout if loss_override not in loss)
     shape = _experts(dice) if sparse else _shape(dice)
     keys = learning(dice, optimizer, precision)
     base = (*shape, *keys, *loss, f"precision={precision}", f"data.global_batch={global_batch}")

@@ -56,25 +56,25 @@ class Subject:
         return math.prod(self.mesh[name] for name in self.split)
 
 
-def load_subject(place: str) -> Subject:
+def load_subject(address: str) -> Subject:
     """Return the Subject at FILE.py:NAME or MODULE:NAME. Raises ConfigError if there is none, or if it contradicts
     itself.
     """
-    file, _, name = place.rpartition(":")
+    file, _, name = address.rpartition(":")
     if not file or not name.isidentifier():
-        raise bad_value("--module", place, "is not FILE.py:NAME or MODULE:NAME")
+        raise bad_value("--module", address, "is not FILE.py:NAME or MODULE:NAME")
     if file.endswith(".py"):
         path = Path(file).resolve()
         if not path.is_file():
-            raise bad_value("--module", place, f"there is no file {path}")
+            raise bad_value("--module", address, f"there is no file {path}")
         sys.path.insert(0, str(path.parent))
         file = path.stem
     elif not _found(file):
-        raise bad_value("--module", place, f"there is no module {file}")
+        raise bad_value("--module", address, f"there is no module {file}")
     module = importlib.import_module(file)
     subjects = [key for key, value in vars(module).items() if isinstance(value, Subject)]
     if name not in subjects:
-        raise bad_value("--module", place, f"{file} has no Subject {name}", *suggest(name, subjects))
+        raise bad_value("--module", address, f"{file} has no Subject {name}", *suggest(name, subjects))
     subject = getattr(module, name)
     for dimension in subject.split:
         if dimension not in subject.mesh:

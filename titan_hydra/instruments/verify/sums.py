@@ -30,11 +30,11 @@ def reductions(trainer: Trainer | None = None) -> Iterator[tuple[list[torch.dtyp
         if isinstance(parameter, DTensor) and parameter.placements[-1].is_replicate()
     }
 
-    def noting(reduce: Callable[..., Any], found: list[torch.dtype], shapes: set[torch.Size]) -> Callable[..., Any]:
+    def noting(reduce: Callable[..., Any], dtypes: list[torch.dtype], shapes: set[torch.Size]) -> Callable[..., Any]:
         def noted(*given: object, **named: object) -> object:
             summed = next(value for value in (*given, *named.values()) if isinstance(value, torch.Tensor))
             if not shapes or summed.shape in shapes:
-                found.append(summed.dtype)
+                dtypes.append(summed.dtype)
             return reduce(*given, **named)
 
         return noted
@@ -73,7 +73,7 @@ def rounded(trainer: Trainer, gradients: dict[str, torch.Tensor]) -> int:
     left_out = [".experts."] if alone else []
     if not getattr(job.model, "tie_embeddings", False):
         modules = trainer.model.named_modules()
-        left_out += [clean_name(f"{name}.weight") for name, one in modules if isinstance(one, torch.nn.Embedding)]
+        left_out += [clean_name(f"{name}.weight") for name, module in modules if isinstance(module, torch.nn.Embedding)]
     # A zero gradient, such as that of an adapter's A in the first step, proves nothing. Nor do a few numbers, such as those
     # of a router's bias: their sums may need no lower bits by chance.
     moving = {name: gradient for name, gradient in gradients.items() if gradient.any() and gradient.numel() >= MANY}

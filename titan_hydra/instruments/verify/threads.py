@@ -114,8 +114,8 @@ class RankTurns:
         """
         if not self.ready and len(self.ended) < len(self.gates):
             lines = [
-                f"ranks {one.waiting} wait in {described_call(one.collective)} of ranks {one.group}"
-                for one in self.meetings.values()
+                f"ranks {waiting_call.waiting} wait in {described_call(waiting_call.collective)} of ranks {waiting_call.group}"
+                for waiting_call in self.meetings.values()
             ]
             self.fail(Stuck("\n".join([f"ranks that have ended: {sorted(self.ended)}", *lines])))
         if self.ready:
@@ -173,10 +173,10 @@ def as_threads(ranks: int, task: Callable[[], None]) -> None:
 
     with threaded_groups(turns.meet), mock.patch.object(sys, "excepthook", sys.excepthook), _one_rank_warns(turns):
         threads = [thread(rank_of_world(rank), f"rank {rank}") for rank in range(ranks)]
-        for one in threads:
-            one.start()
+        for of_rank in threads:
+            of_rank.start()
         turns.next()
-        for one in threads:
-            one.join()
+        for of_rank in threads:
+            of_rank.join()
     if turns.failure is not None:
         raise turns.failure

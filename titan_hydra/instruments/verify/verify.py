@@ -202,7 +202,7 @@ def exact(job: Job, case: Case) -> Trace:
     init_weights(model, job.model, job.seed, rules_of(job.model, job.parametrization))
     start = {name: parameter.detach() for name, parameter in model.named_parameters()}
     loader = data.build(job, 0, 1)
-    found = train_in_float64(
+    traced = train_in_float64(
         job,
         start,
         lambda step: vary(loader.next(), case, step, job.data.global_batch, first=0),
@@ -210,15 +210,15 @@ def exact(job: Job, case: Case) -> Trace:
         reference_of(dataclasses.replace(case, base=(*case.base, *case.then)), job.steps) if case.then else job,
     )
     loader.close()
-    return found
+    return traced
 
 
 def held_out_of(job: Job) -> list[Batch]:
     """Return the held-out batches of a job in one process."""
     loader = data.build(job, 0, 1, split="validation")
-    found = [loader.next() for _ in range(HELD_OUT)]
+    batches = [loader.next() for _ in range(HELD_OUT)]
     loader.close()
-    return found
+    return batches
 
 
 def vary(batch: Batch, case: Case, step: int, slots: int, first: int) -> Batch:
@@ -357,8 +357,8 @@ def _read(folder: str, number: int, case: Case) -> Outcome:
 def _run_references(device: torch.device, folder: str, jobs: list[tuple[str, Case, dict]]) -> None:
     for key, case, config in jobs:
         job = from_dict(Job, config)
-        found = exact(job, case) if case.reference == "float64" else trace(job, device, case)
-        torch.save(dataclasses.asdict(found), f"{folder}/{key}.pt")
+        traced = exact(job, case) if case.reference == "float64" else trace(job, device, case)
+        torch.save(dataclasses.asdict(traced), f"{folder}/{key}.pt")
         _tell(f"reference of {case.name}")
 
 

@@ -49,14 +49,14 @@ class SizeCheck:
 
     def job_of(self, size: int, seed: int, rate: float | None = None) -> Job:
         """Return the job for one size. Raises ConfigError if a width of the model would be no whole number."""
-        made = copy.deepcopy(self.job)
-        made.seed = seed
-        made.optimizer.lr = made.optimizer.lr if rate is None else rate
+        job = copy.deepcopy(self.job)
+        job.seed = seed
+        job.optimizer.lr = job.optimizer.lr if rate is None else rate
         if self.what == "depth":
-            made.model.n_layers = size
+            job.model.n_layers = size
         else:
-            made.model = made.model.widened(size)
-        return made
+            job.model = job.model.widened(size)
+        return job
 
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:
@@ -103,27 +103,33 @@ def _measure(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 
 def _coordinates(check: SizeCheck) -> dict[str, Any]:
     """Return for each kind of activation the mean change at each size, and the slope of log(change) over log(size)."""
-    places = [(size, seed) for size in check.sizes for seed in range(check.seeds)]
-    found = _measure([check.job_of(*place) for place in places])
+    runs_of_check = [(size, seed) for size in check.sizes for seed in range(check.seeds)]
+    measured = _measure([check.job_of(*run) for run in runs_of_check])
     kinds: dict[str, dict[str, Any]] = {}
-    for kind in found[0]["change"]:
+    for kind in measured[0]["change"]:
         means = [
-            statistics.fmean(one["change"][kind] for (own, _), one in zip(places, found, strict=True) if own == size)
+            statistics.fmean(
+                result["change"][kind]
+                for (size_of_run, _), result in zip(runs_of_check, measured, strict=True)
+                if size_of_run == size
+            )
             for size in check.sizes
         ]
         logs = [math.log2(mean) if mean > 0 else math.nan for mean in means]
         fit = statistics.linear_regression([math.log2(size) for size in check.sizes], logs)
         kinds[kind] = {"change": means, "slope": fit.slope, "flat": abs(fit.slope) <= FLAT}
-    return _about(check) | {"kinds": kinds, "flat": all(one["flat"] for one in kinds.values())}
+    return _about(check) | {"kinds": kinds, "flat": all(result["flat"] for result in kinds.values())}
 
 
 def _rates(check: SizeCheck, rates: list[float]) -> dict[str, Any]:
     """Return for each size the best learning rate, and the loss at each rate (the mean over the last quarter of steps)."""
-    places = [(size, seed, rate) for size in check.sizes for rate in sorted(rates) for seed in range(check.seeds)]
-    found = _measure([check.job_of(*place) for place in places])
+    runs_of_check = [
+        (size, seed, rate) for size in check.sizes for rate in sorted(rates) for seed in range(check.seeds)
+    ]
+    measured = _measure([check.job_of(*run) for run in runs_of_check])
     losses: dict[int, dict[float, list[float]]] = {}
-    for (size, _, rate), one in zip(places, found, strict=True):
-        last = one["losses"][-max(1, len(one["losses"]) // 4) :]
+    for (size, _, rate), result in zip(runs_of_check, measured, strict=True):
+        last = result["losses"][-max(1, len(result["losses"]) // 4) :]
         losses.setdefault(size, {}).setdefault(rate, []).append(statistics.fmean(last))
     means = {size: {rate: statistics.fmean(own) for rate, own in of.items()} for size, of in losses.items()}
     best = {size: best_rate(of) for size, of in means.items()}
@@ -140,14 +146,14 @@ def best_rate(losses: dict[float, float]) -> float:
     """
     rates = sorted(losses)
     values = [losses[rate] if math.isfinite(losses[rate]) else math.inf for rate in rates]
-    place = min(range(len(rates)), key=values.__getitem__)
-    if place in (0, len(rates) - 1) or math.inf in values[place - 1 : place + 2]:
-        return rates[place]
-    x0, x1, x2 = (math.log(rate) for rate in rates[place - 1 : place + 2])
-    y0, y1, y2 = values[place - 1 : place + 2]
+    index = min(range(len(rates)), key=values.__getitem__)
+    if index in (0, len(rates) - 1) or math.inf in values[index - 1 : index + 2]:
+        return rates[index]
+    x0, x1, x2 = (math.log(rate) for rate in rates[index - 1 : index + 2])
+    y0, y1, y2 = values[index - 1 : index + 2]
     left, right = (x1 - x0) * (y1 - y2), (x1 - x2) * (y1 - y0)
     return (
-        math.exp(x1 - 0.5 * ((x1 - x0) * left - (x1 - x2) * right) / (left - right)) if left != right else rates[place]
+        math.exp(x1 - 0.5 * ((x1 - x0) * left - (x1 - x2) * right) / (left - right)) if left != right else rates[index]
     )
 
 
@@ -166,8 +172,13 @@ def _about(check: SizeCheck) -> dict[str, Any]:
 
 def _show_coordinates(check: SizeCheck, result: dict[str, Any]) -> None:
     rows = [
-        [kind, *(f"{value:.3g}" for value in one["change"]), f"{one['slope']:+.3f}", "yes" if one["flat"] else "NO"]
-        for kind, one in result["kinds"].items()
+        [
+            kind,
+            *(f"{value:.3g}" for value in slope["change"]),
+            f"{slope['slope']:+.3f}",
+            "yes" if slope["flat"] else "NO",
+        ]
+        for kind, slope in result["kinds"].items()
     ]
     print(_title(result) + ": change of the activations of the first batch (root mean square)")
     titles = [check.what, *map(str, check.sizes), "slope", "flat"]
@@ -178,8 +189,8 @@ def _show_coordinates(check: SizeCheck, result: dict[str, Any]) -> None:
 
 def _show_rates(check: SizeCheck, result: dict[str, Any]) -> None:
     rows = [
-        [str(one["size"]), *(f"{loss:.4f}" for loss in one["losses"]), f"{one['best']:.3g}"]
-        for one in result["sizes_at_rates"]
+        [str(of_size["size"]), *(f"{loss:.4f}" for loss in of_size["losses"]), f"{of_size['best']:.3g}"]
+        for of_size in result["sizes_at_rates"]
     ]
     print(_title(result) + ": loss at each learning rate (mean of the last quarter of the steps)")
     titles = [check.what, *(f"{rate:g}" for rate in result["rates"]), "best rate"]
@@ -197,20 +208,20 @@ def _title(result: dict[str, Any]) -> str:
 def _rates_in(text: str) -> list[float]:
     """Parse learning rates. Raises ArgumentTypeError."""
     try:
-        found = [float(part) for part in text.split(",")]
+        rates = [float(part) for part in text.split(",")]
     except ValueError:
-        found = [0.0]
-    if not all(math.isfinite(rate) and rate > 0 for rate in found):
+        rates = [0.0]
+    if not all(math.isfinite(rate) and rate > 0 for rate in rates):
         raise argparse.ArgumentTypeError(f"{text!r}: give learning rates above 0 with commas between them")
-    return found
+    return rates
 
 
 def _numbers(text: str) -> list[int]:
     """Parse sizes. Raises ArgumentTypeError."""
     try:
-        found = sorted({int(part) for part in text.split(",")})
+        sizes = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        found = [0]
-    if found[0] < 1:
+        sizes = [0]
+    if sizes[0] < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers of 1 or more with commas between them")
-    return found
+    return sizes

@@ -67,12 +67,12 @@ def conversation(messages: list[Any], row: dict[str, Any]) -> Conversation:
     unusable.
     """
     _refuse_media(row, "the row")
-    found = [_message(message, number) for number, message in enumerate(messages, start=1)]
+    checked = [_message(message, number) for number, message in enumerate(messages, start=1)]
     learned = [_learned(message, number) for number, message in enumerate(messages, start=1)]
-    if (system := _system(row)) and not (found and found[0] == system):
-        if found and found[0]["role"] == "system":
+    if (system := _system(row)) and not (checked and checked[0] == system):
+        if checked and checked[0]["role"] == "system":
             raise ValueError("its 'system' is another text than its first message, the system's")
-        found, learned = [system, *found], [None, *learned]
+        checked, learned = [system, *checked], [None, *learned]
     options = row.get("chat_template_kwargs") or {}
     if isinstance(options, str):
         options = _json(options, "its chat_template_kwargs are not JSON")
@@ -80,23 +80,23 @@ def conversation(messages: list[Any], row: dict[str, Any]) -> Conversation:
         raise ValueError(f"its chat_template_kwargs are {type(options).__name__}, not a record")
     if wrong := next((name for name in RESERVED if name in options), None):
         raise ValueError(f"its chat_template_kwargs have {wrong!r}, which comes from the row itself")
-    return Conversation(found, _tools(row), tuple(learned), options)
+    return Conversation(checked, _tools(row), tuple(learned), options)
 
 
 def _system(row: dict[str, Any]) -> dict[str, Any] | None:
-    found = {key: row[key] for key in SYSTEM if row.get(key) is not None}
-    for key, text in found.items():
+    texts_by_key = {key: row[key] for key in SYSTEM if row.get(key) is not None}
+    for key, text in texts_by_key.items():
         if not isinstance(text, str):
             raise ValueError(f"its {key!r} is {type(text).__name__}, not text")
-    texts = {text for text in found.values() if text.strip()}
+    texts = {text for text in texts_by_key.values() if text.strip()}
     if len(texts) > 1:
-        raise ValueError(f"its {' and '.join(map(repr, found))} differ")
+        raise ValueError(f"its {' and '.join(map(repr, texts_by_key))} differ")
     return {"role": "system", "content": texts.pop()} if texts else None
 
 
 def _refuse_media(record: dict[str, Any], where: str) -> None:
-    if found := next((key for key in MEDIA if record.get(key)), None):
-        raise ValueError(f"{where} has {found!r}, which no template prints as text; data=image_text reads images")
+    if medium := next((key for key in MEDIA if record.get(key)), None):
+        raise ValueError(f"{where} has {medium!r}, which no template prints as text; data=image_text reads images")
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
@@ -131,18 +131,18 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         content = ""
     if not isinstance(content, str):
         raise ValueError(f"message {number} has {type(content).__name__} as content, not text")
-    found = {"role": ROLES.get(role, role), "content": content}
+    message_out = {"role": ROLES.get(role, role), "content": content}
     if stated := [message[key] for key in REASONING if message.get(key)]:
         reasoning = stated[0]
         if any(other != reasoning for other in stated):
             raise ValueError(f"message {number} has two different reasonings")
         if not isinstance(reasoning, str):
             raise ValueError(f"message {number} has {type(reasoning).__name__} as reasoning, not text")
-        found |= {"reasoning_content": reasoning, "thinking": reasoning}
+        message_out |= {"reasoning_content": reasoning, "thinking": reasoning}
     if not isinstance(calls, list):
         raise ValueError(f"message {number} has {type(calls).__name__} as tool_calls, not a list")
     others = {key: value for key, value in message.items() if key not in OWN and value is not None}
-    return found | others | ({"tool_calls": [_call(call, number) for call in calls]} if calls else {})
+    return message_out | others | ({"tool_calls": [_call(call, number) for call in calls]} if calls else {})
 
 
 def _learned(message: dict[str, Any], number: int) -> bool | None:
@@ -180,12 +180,12 @@ def _call(call: Any, number: int) -> dict[str, Any]:
 
 def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the functions (tools) of a row; some files hold them as JSON text, or without their type as `functions`."""
-    found = []
+    functions = []
     for key in ("tools", "functions"):
         tools = row.get(key) or []
         if isinstance(tools, str):
             tools = _json(tools, f"its {key} are not JSON") if tools.strip() else []
         if not isinstance(tools or [], list) or not all(isinstance(tool, dict) for tool in tools or []):
             raise ValueError(f"its {key} are not a list of records")
-        found += [{"type": "function", "function": tool} for tool in tools] if key == "functions" else tools or []
-    return found
+        functions += [{"type": "function", "function": tool} for tool in tools] if key == "functions" else tools or []
+    return functions

@@ -48,8 +48,8 @@ def main(args: argparse.Namespace) -> int:
     """Print one row and a summary of all rows, for each source of the job that packs rows into samples."""
     job = freeze(compose_unchecked(*args.overrides, config_dir=args.config_dir))
     shown = [name for name, record in DATA_SOURCES.items() if "trained" in record.gives]
-    found = {key: source for key, source in data_sources(job.data).items() if source.name in shown}
-    if not found:
+    sources = {key: source for key, source in data_sources(job.data).items() if source.name in shown}
+    if not sources:
         reason = "only sources that pack rows into samples can be shown"
         raise fault_at(job, "data.name", reason, *tuple(shown)).error
     job.data.max_bad_rows = 2**31 - 1  # those that cannot be used are shown
@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     wanted = Wanted(
         job, args.split, range(0), job.data.global_batch, BadShards(job.data.max_bad_shards, job.data.max_bad_rows)
     )
-    for key, source in found.items():
+    for key, source in sources.items():
         _show(resolve(DATA_SOURCES[source.name].build)(key, source, wanted, job.seed), job, args.row)
     for warning in sources_find_little_wrong(job):
         print(f"\nwarning: {warning}")
@@ -96,35 +96,39 @@ def _summary(job: Job, samples: Chat, turns: list[Turns], bad: list[str]) -> Ite
     that the rows fill.
     """
     data, size, rows = job.data, job.data.seq_len + 1, samples.reader.rows
-    short = [one for one in turns if samples.takes(one)]
+    short = [row for row in turns if samples.takes(row)]
     long = f"{len(turns) - len(short):,} have more than {samples.limit}"
     yield f"{len(samples.reader.lines):,} {rows}: {len(bad):,} cannot be used, {long}"
     yield from (f"  {line}" for line in bad[:SHOWN])
     if not short:
-        shortest = min((len(one.tokens) for one in turns), default=0)
+        shortest = min((len(row.tokens) for row in turns), default=0)
         raise ConfigError(
             f"data.seq_len={data.seq_len}: none of the {rows} is left, the shortest has {shortest} tokens"
         )
     tokens, trained = (
-        sum(counts) for counts in zip(*((len(one.tokens), int(one.trained.sum())) for one in short), strict=True)
+        sum(counts) for counts in zip(*((len(row.tokens), int(row.trained.sum())) for row in short), strict=True)
     )
     windows = [short[begin : begin + WINDOW] for begin in range(0, len(short), WINDOW)]
     packed = sum(len(first_fit(window, samples.room)) for window in windows)
-    unknown = sum(int((one.tokens == samples.reader.tokenizer.unknown).sum()) for one in short)
+    unknown = sum(int((row.tokens == samples.reader.tokenizer.unknown).sum()) for row in short)
     yield f"{tokens:,} tokens, {trained / tokens:.1%} of them learned{share_of_unknown(unknown, tokens)}"
     steps = f"{packed / data.global_batch:,.1f} steps with data.global_batch={data.global_batch}"
     yield f"about {packed:,} samples an epoch, {tokens / packed / size:.1%} full: {steps}"
-    columns = {unit: [one.size[unit] for one in turns] for unit in samples.room}
-    columns["learned, %"] = [100 * one.trained.mean() for one in turns]
+    columns = {unit: [row.size[unit] for row in turns] for unit in samples.room}
+    columns["learned, %"] = [100 * row.trained.mean() for row in turns]
     for title, values in columns.items():
         yield from ("", *histogram(title, rows, np.array(values)))
 
 
-def histogram(title: str, what: str, values: np.ndarray) -> list[str]:
+def histogram(title: str, unit: str, values: np.ndarray) -> list[str]:
     """Return the lines of a histogram with ten bins."""
     counts, edges = np.histogram(values, bins=10)
     rows = [
-        (f"{edges[place]:,.0f} to {edges[place + 1]:,.0f}", f"{count:,}", "#" * -(-BAR * count // counts.max()))
-        for place, count in enumerate(counts)
+        (
+            f"{edges[bin_number]:,.0f} to {edges[bin_number + 1]:,.0f}",
+            f"{count:,}",
+            "#" * -(-BAR * count // counts.max()),
+        )
+        for bin_number, count in enumerate(counts)
     ]
-    return table((title, what, ""), rows, (title, what))
+    return table((title, unit, ""), rows, (title, unit))

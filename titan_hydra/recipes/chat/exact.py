@@ -39,7 +39,7 @@ def labels_of(batch: Weights, job: Job) -> Tensor:
             if set(ids := tokens[inside].tolist()) == {words.eos_id}:
                 continue  # padding
             text = words.decode(ids)
-            if (full := next((one for one in known if one.startswith(text)), None)) is None:
+            if (full := next((conversation for conversation in known if conversation.startswith(text)), None)) is None:
                 raise ValueError(f"{text!r} is no conversation of the data")
             # the label of a sample's last token is the token that follows in the conversation
             ids += words.locate(full).ids[len(ids) : len(ids) + 1] if inside[-1] + 1 == len(tokens) else []
@@ -53,5 +53,5 @@ def labels_of(batch: Weights, job: Job) -> Tensor:
 
 def in_llama3_template(messages: list[dict[str, str]]) -> str:
     """Return a conversation in Llama 3's template."""
-    turns = (HEADER.format(one["role"]) + one["content"].strip() + "<|eot_id|>" for one in messages)
+    turns = (HEADER.format(message["role"]) + message["content"].strip() + "<|eot_id|>" for message in messages)
     return "".join(("<|begin_of_text|>", *turns))

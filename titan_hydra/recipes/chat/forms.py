@@ -27,9 +27,14 @@ def messages_of(row: dict[str, Any]) -> Any:
             * bool(row)
         )
     # of a prompt only the completion is learned
-    before = [{"weight": 0, **one} if _is_answer(one) else one for one in _as_messages(row[question], "user", question)]
+    before = [
+        {"weight": 0, **message} if _is_answer(message) else message
+        for message in _as_messages(row[question], "user", question)
+    ]
     own = {key: row[key] for key in OF_ANSWER if row.get(key) is not None}
-    answers = [one | own if _is_answer(one) else one for one in _as_messages(row[answer], "assistant", answer)]
+    answers = [
+        message | own if _is_answer(message) else message for message in _as_messages(row[answer], "assistant", answer)
+    ]
     return [*_history(row), *_with_input(before, row, question), *answers]
 
 
@@ -47,10 +52,10 @@ def _messages(row: dict[str, Any]) -> Any:
 
 def _one_of(keys: tuple[str, ...], row: dict[str, Any]) -> str | None:
     """Return the only one of the keys that a row has; None if it has none. Raises ValueError if it has several."""
-    found = [key for key in keys if row.get(key) is not None]
-    if len(found) > 1:
-        raise ValueError(f"it has {' and '.join(map(repr, found))}, of which only one can be used")
-    return found[0] if found else None
+    present = [key for key in keys if row.get(key) is not None]
+    if len(present) > 1:
+        raise ValueError(f"it has {' and '.join(map(repr, present))}, of which only one can be used")
+    return present[0] if present else None
 
 
 def _as_messages(value: Any, role: str, key: str) -> list[Any]:

@@ -29,15 +29,15 @@ def refuse_unprinted(conversation: Conversation, text: str) -> None:
         name = tool.get("function", tool).get("name") if isinstance(tool.get("function", tool), dict) else None
         if isinstance(name, str) and _end(name, text) is None:
             raise ValueError(f"the template does not print the tool {name}")
-    question, place = last_question(conversation), 0
+    question, begin = last_question(conversation), 0
     for number, message in enumerate(conversation.messages):
-        for what, piece in _pieces(message, number > question):
+        for kind, piece in _pieces(message, number > question):
             # the system's text may stand anywhere, and a template may print arguments in another order
-            end = _end(piece, text, place if what in ("content", "reasoning") and message["role"] != "system" else 0)
+            end = _end(piece, text, begin if kind in ("content", "reasoning") and message["role"] != "system" else 0)
             if end is None:
-                raise ValueError(f"the template does not print the {what} of message {number + 1}")
-            if what == "content" and message["role"] != "system":
-                place = end
+                raise ValueError(f"the template does not print the {kind} of message {number + 1}")
+            if kind == "content" and message["role"] != "system":
+                begin = end
 
 
 def forgotten(conversation: Conversation, text: str) -> int:
@@ -46,14 +46,16 @@ def forgotten(conversation: Conversation, text: str) -> int:
     return sum(
         _end(piece, text) is None
         for message in conversation.messages[: question + 1]
-        for what, piece in _pieces(message, True)
-        if what == "reasoning"
+        for kind, piece in _pieces(message, True)
+        if kind == "reasoning"
     )
 
 
 def last_question(conversation: Conversation) -> int:
     """Return the place of the last message of the user; -1 if there is none."""
-    return max((place for place, one in enumerate(conversation.messages) if one["role"] == "user"), default=-1)
+    return max(
+        (number for number, message in enumerate(conversation.messages) if message["role"] == "user"), default=-1
+    )
 
 
 def _pieces(message: dict[str, Any], thinks: bool) -> Iterator[tuple[str, str]]:
@@ -77,7 +79,7 @@ def _end(piece: str, text: str, begin: int = 0) -> int | None:
     """
     piece = piece.strip()
     for form in (piece, json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1]):
-        if (found := text.find(form, begin)) >= 0:
-            return found + len(form)
+        if (start := text.find(form, begin)) >= 0:
+            return start + len(form)
     letters, letters_of_text = (re.sub(r"[\W_]+", "", part) for part in (piece, text[begin:]))
     return begin if letters and letters in letters_of_text else None

@@ -76,8 +76,8 @@ class ConversationReader:
         """Everything that determines the tokens of the rows."""
         source = hashlib.sha256(self.template.source.encode()).hexdigest()
         options = {"chat_template_kwargs": self.template.options} if self.template.options else {}
-        found = {"tokenizer": self.tokenizer.sha256, "chat_template": source, "train_on": self.train_on} | options
-        return found | {"reading": READING}
+        content = {"tokenizer": self.tokenizer.sha256, "chat_template": source, "train_on": self.train_on} | options
+        return content | {"reading": READING}
 
     def turns(self, number: int) -> Turns:
         """Return the tokens of a conversation. Raises BadRow, with file and line, if the conversation cannot be used."""
@@ -100,13 +100,13 @@ class ConversationReader:
         if name := self.special.search(conversation.everything):
             raise ValueError(f"it holds {name[0]}, whose characters would be encoded as that special token")
         text, spans = self.template.spans(conversation, self.train_on)
-        found = self.tokenizer.locate(text)
-        trained = np.zeros(len(found.ids), dtype=bool)
+        located = self.tokenizer.locate(text)
+        trained = np.zeros(len(located.ids), dtype=bool)
         for begin, end in spans:
-            trained |= (found.begins < end) & (found.ends > begin)
+            trained |= (located.begins < end) & (located.ends > begin)
         if not trained[1:].any():
             raise ValueError("nothing to learn in it: the assistant has no token")
-        return Turns(np.array(found.ids, dtype=np.int32), trained)
+        return Turns(np.array(located.ids, dtype=np.int32), trained)
 
     def text(self, turns: Turns, begin: int, end: int) -> str:
         """Return the text to show for the tokens from `begin` to `end`, of which either all or none are learned."""
@@ -140,14 +140,14 @@ class Chat:
     def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
         window, first = self.places[slot]
         empty = 0
-        while number >= first + len(found := self.packed(window)):
-            empty = 0 if found else empty + 1
+        while number >= first + len(samples := self.packed(window)):
+            empty = 0 if samples else empty + 1
             if empty == self.windows:
                 reasons = [""] + [f": {reason}" for reason in self.bad.found.values()]
                 raise ConfigError(f"{self.key}: no usable conversation in it{reasons[-1]}")
-            window, first = window + 1, first + len(found)
+            window, first = window + 1, first + len(samples)
         self.places[slot] = window, first
-        return self._filled(found[number - first])
+        return self._filled(samples[number - first])
 
     def state(self, slot: int) -> dict[str, int]:
         window, first = self.places[slot]
@@ -164,20 +164,20 @@ class Chat:
         """Return the samples of a window. Conversations that are too long are left out. The first epoch counts them,
         later epochs do not.
         """
-        epoch, place = divmod(window, self.windows)
-        first, rows = place * WINDOW, len(self.reader.lines)
+        epoch, window_of_epoch = divmod(window, self.windows)
+        first, rows = window_of_epoch * WINDOW, len(self.reader.lines)
         turns, long = [], []
         for number in range(first, min(first + WINDOW, rows)):
             index = number if self.seed is None else permute(number, rows, self.seed, epoch)
             try:
-                found = self.reader.turns(index)
+                encoded = self.reader.turns(index)
             except BadShard as error:
                 self.bad.add(error)
                 continue
-            if self.takes(found):
-                turns.append(found)
+            if self.takes(encoded):
+                turns.append(encoded)
             else:
-                long.append((self.reader.lines.row(index)[0], len(found.tokens)))
+                long.append((self.reader.lines.row(index)[0], len(encoded.tokens)))
         if long and epoch == 0:
             where, tokens = long[0]
             name = f"{UNLIMITED}{self.key}, conversations {first + 1} to {min(first + WINDOW, rows)}"
@@ -212,13 +212,13 @@ def first_fit(turns: list[Turns], room: dict[str, int]) -> list[list[Turns]]:
     length keep their order.
     """
     left, packed = np.tile([*room.values()], (len(turns), 1)), []
-    for one in sorted(turns, key=lambda one: -len(one.tokens)):
-        need = [one.size[unit] for unit in room]
+    for row in sorted(turns, key=lambda row: -len(row.tokens)):
+        need = [row.size[unit] for unit in room]
         fits = (left[: len(packed)] >= need).all(axis=1)
         sample = int(np.argmax(fits)) if fits.any() else len(packed)
         if sample == len(packed):
             packed.append([])
-        packed[sample].append(one)
+        packed[sample].append(row)
         left[sample] -= need
     return packed
 
@@ -281,8 +281,8 @@ Rendered = tuple[Conversation, str, template.Spans]
 Texts = Callable[[template.Template, Any, Record], list[Rendered]]
 
 
-def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str, texts: Texts) -> Iterator[Fault]:
-    """Yield what is wrong with the template, or with the first rows. `what` is the word for a row in messages, and
+def faults_of_first(key: str, source: TemplateSource, job: schema.Job, noun: str, texts: Texts) -> Iterator[Fault]:
+    """Yield what is wrong with the template, or with the first rows. `noun` is the word for a row in messages, and
     `texts` applies the template to a row.
     """
     value, refused = source.chat_template, list[str]()
@@ -307,10 +307,10 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, what: str
     try:
         own = template.load_template(key, source, job.tokenizer)
         with template.time_limit(TRIED):
-            found = list(faults_of_rows(key, source, job, read))
-        yield from found if not refused else ()
+            faults_found = list(faults_of_rows(key, source, job, read))
+        yield from faults_found if not refused else ()
     except template.TookTooLong:
-        refused.append(f"it has not ended after {TRIED} s on the first {what}; does it loop for ever?")
+        refused.append(f"it has not ended after {TRIED} s on the first {noun}; does it loop for ever?")
     except ConfigError as error:
         refused.append(str(error))
     for reason in refused[:1]:
@@ -373,16 +373,20 @@ def warnings_of_first(key: str, source: TemplateSource, job: schema.Job, texts: 
     try:
         own = template.load_template(key, source, job.tokenizer)
         words = tokenizer.load(job.tokenizer)
-        found = [] if of_hub_named(source) else [*unknown.of_some(path, SUFFIXES, of_file)]
+        warnings_of_texts = [] if of_hub_named(source) else [*unknown.of_some(path, SUFFIXES, of_file)]
     except Exception:  # files and templates can be wrong in any way, which other rules report
         return
-    yield from unknown.warning(where, path, job.tokenizer, lambda: (text for _, text, _ in found))
+    yield from unknown.warning(where, path, job.tokenizer, lambda: (text for _, text, _ in warnings_of_texts))
     value = source.chat_template
-    if reason := found and getattr(source, "train_on", "last") != "all" and _unlearned_end(*found[0][1:], words):
+    if (
+        reason := warnings_of_texts
+        and getattr(source, "train_on", "last") != "all"
+        and _unlearned_end(*warnings_of_texts[0][1:], words)
+    ):
         yield Fault(f"{key}.chat_template", value, reason)
-    if lost := sum(forgotten(conversation, text) > 0 for conversation, text, _ in found):
+    if lost := sum(forgotten(conversation, text) > 0 for conversation, text, _ in warnings_of_texts):
         reason = (
-            f"it leaves out the reasoning of earlier answers, in {lost} of the first {len(found)} rows; "
+            f"it leaves out the reasoning of earlier answers, in {lost} of the first {len(warnings_of_texts)} rows; "
             "the answers behind it are learned without it"
         )
         yield Fault(f"{key}.chat_template", value, reason)

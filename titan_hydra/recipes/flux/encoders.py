@@ -80,9 +80,9 @@ def frozen(kind: Any, folder: Path, device: torch.device) -> Any:
             str(name).endswith(".safetensors") for name in (read_json(index) or {}).get("weight_map", {}).values()
         ):
             raise ConfigError(f"{index}: names files that are not safetensors")
-    told = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    module, found = from_folder(kind, folder, dtype=torch.float32, **told)
-    if wrong := sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]):
+    options = {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    module, report = from_folder(kind, folder, dtype=torch.float32, **options)
+    if wrong := sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]):
         raise ConfigError(f"{folder}: {wrong[0]} is missing, or has another shape than its config.json asks for")
     return module.eval().requires_grad_(False).to(device)
 
@@ -96,9 +96,9 @@ def words_of(kind: Any, folder: Path, *older: str) -> Any:
     return from_folder(kind, folder)
 
 
-def from_folder(kind: Any, folder: Path, **told: Any) -> Any:
+def from_folder(kind: Any, folder: Path, **options: Any) -> Any:
     """Read an object of transformers or diffusers from a folder, never from the hub. Raises ConfigError if that fails."""
     try:
-        return kind.from_pretrained(folder, local_files_only=True, **told)
+        return kind.from_pretrained(folder, local_files_only=True, **options)
     except Exception as error:  # the libraries raise many kinds of exceptions, some with long texts
         raise ConfigError("{}: cannot be read ({})".format(folder, str(error).partition("\n")[0])) from error

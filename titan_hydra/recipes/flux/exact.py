@@ -18,10 +18,13 @@ def squared_error(weights: Weights, batch: Weights, job: Job, routed: Routed) ->
     """
     total, number = torch.zeros((), dtype=torch.float64), 0
     for sample in range(len(batch["time"])):
-        one = {name: tensor[sample].double() for name, tensor in batch.items()}
-        way = one["noise"] - one["latents"]
-        error = velocity(weights, one, one["latents"] + one["time"] * way, job.model) - way
-        total, number = total + (error * error).sum(), number + way.numel()
+        of_sample = {name: tensor[sample].double() for name, tensor in batch.items()}
+        velocity_target = of_sample["noise"] - of_sample["latents"]
+        error = (
+            velocity(weights, of_sample, of_sample["latents"] + of_sample["time"] * velocity_target, job.model)
+            - velocity_target
+        )
+        total, number = total + (error * error).sum(), number + velocity_target.numel()
     return total, number
 
 
@@ -83,8 +86,8 @@ def heads(weights: Weights, name: str, x: Tensor, turns: Tensor, model: Any) -> 
         for part in ("wq", "wk", "wv")
     )
     q, k = (
-        rotated(rms_norm(one, weights[f"{name}.{part}_norm.weight"], 1e-6), turns, model)
-        for one, part in ((q, "q"), (k, "k"))
+        rotated(rms_norm(projected, weights[f"{name}.{part}_norm.weight"], 1e-6), turns, model)
+        for projected, part in ((q, "q"), (k, "k"))
     )
     return q, k, v
 

@@ -116,10 +116,10 @@ class EncodedImages:
         )
 
     def read(self, index: int) -> Example:
-        number, place = place_in(self.ends, index)
+        number, row = place_in(self.ends, index)
         file = self.open(number)
         mean, std, text, pooled = (
-            file.get_slice(name)[place].float().numpy() for name in ("mean", "std", "text", "pooled")
+            file.get_slice(name)[row].float().numpy() for name in ("mean", "std", "text", "pooled")
         )
         return Example(mean, std, Caption(text, pooled))
 
@@ -182,8 +182,8 @@ def unknown_words(key: str, source: ImageFilesSource, job: Job) -> Iterator[Faul
 
 def open_encoded(key: str, source: EncodedImagesSource, wanted: Wanted, seed: int) -> CaptionedImages:
     """Open images that were encoded before the run."""
-    place, path = path_of(key, source, wanted.split)
-    images = EncodedImages(place, home(path))
+    key_of_path, path = path_of(key, source, wanted.split)
+    images = EncodedImages(key_of_path, home(path))
     return CaptionedImages(
         images.read, images.ends[-1], images.empty, seed, wanted.job.data.shuffle, source.caption_dropout, wanted.split
     )
@@ -273,8 +273,8 @@ def basis(channels: int) -> np.ndarray:
     """Return cosines over a cell for each colour [3 * CELL * CELL, channels], low frequencies first, scaled so that a
     latent is at most about 1.
     """
-    place = (np.arange(CELL) + 0.5) * np.pi / CELL
-    waves = np.cos(np.outer(np.arange(CELL), place))
+    angle = (np.arange(CELL) + 0.5) * np.pi / CELL
+    waves = np.cos(np.outer(np.arange(CELL), angle))
     table = np.zeros((3, CELL, CELL, channels))
     frequencies = sorted(np.ndindex(CELL, CELL), key=lambda pair: (sum(pair), pair))
     for channel in range(min(channels, table[..., 0].size)):

@@ -24,9 +24,9 @@ def faults(job: Job) -> Iterator[Fault]:
             legal=tuple(text_len + near * near for near in (side, side + 1)),
         )
         return
-    for what, length in (("text", text_len), ("the image", image)):
+    for kind, length in (("text", text_len), ("the image", image)):
         if length % parts:
-            yield fault_at(job, "parallelism.cp", f"{length} tokens of {what} cannot be cut into {parts} parts")
+            yield fault_at(job, "parallelism.cp", f"{length} tokens of {kind} cannot be cut into {parts} parts")
     if job.data.document_mask:
         yield fault_at(job, "data.document_mask", f"objective={job.objective.name} has no documents to separate", False)
     if adapts(job):

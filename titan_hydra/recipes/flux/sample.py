@@ -55,15 +55,15 @@ def sample(
     size = (section["seq_len"] - config.text_len, config.patch_width)
     noise = torch.stack(
         [
-            torch.from_numpy(dice_of(seed, place).standard_normal(size, dtype=np.float32))
-            for place in range(len(prompts))
+            torch.from_numpy(dice_of(seed, number).standard_normal(size, dtype=np.float32))
+            for number in range(len(prompts))
         ]
     )
     tokens = flow(model, noise, captions[1:], captions[0], times(steps, shift), scale)
     latents = as_latents(tokens.float())
     if tools is None:
-        return [as_bytes(to_pixels(one.cpu().numpy())) for one in latents]
-    return [as_bytes(tools.decode(one[None].to(tools.device))[0].cpu().numpy()) for one in latents]
+        return [as_bytes(to_pixels(latent.cpu().numpy())) for latent in latents]
+    return [as_bytes(tools.decode(latent[None].to(tools.device))[0].cpu().numpy()) for latent in latents]
 
 
 def encoders_of(section: dict, folder: str | None) -> Encoders:
@@ -91,18 +91,18 @@ def flow(
 ) -> Tensor:
     """Return the latents into which noise [samples, tokens, width] is transformed for each caption."""
     weight = next(model.parameters())
-    text = torch.from_numpy(np.stack([one.text for one in captions])).to(weight)
-    pooled = torch.from_numpy(np.stack([one.pooled for one in captions])).to(weight)
+    text = torch.from_numpy(np.stack([caption.text for caption in captions])).to(weight)
+    pooled = torch.from_numpy(np.stack([caption.pooled for caption in captions])).to(weight)
     no_text, no_pooled = (
         torch.from_numpy(row).to(weight).expand_as(rows) for row, rows in ((empty.text, text), (empty.pooled, pooled))
     )
     distilled = getattr(model, "guidance_in", None) is not None
     positions = coordinates(round(noise.shape[1] ** 0.5)).expand(len(captions), -1, -1).to(weight.device)
-    told = {"guidance": torch.full((len(captions),), scale, device=weight.device)} if distilled else {}
+    guidance = {"guidance": torch.full((len(captions),), scale, device=weight.device)} if distilled else {}
     x = noise.to(weight.device)
     for time, following in pairwise(times):
         now = torch.full((len(captions),), time, device=weight.device)
-        velocity = model(x.to(weight), text, pooled, now, positions, **told).float()
+        velocity = model(x.to(weight), text, pooled, now, positions, **guidance).float()
         if scale != 1 and not distilled:
             blind = model(x.to(weight), no_text, no_pooled, now, positions).float()
             velocity = blind + scale * (velocity - blind)

@@ -53,8 +53,8 @@ def main(args: argparse.Namespace) -> int:
         checkpoint_of(args), args.prompt, args.steps, args.guidance, args.shift, args.seed, args.dtype, args.encoders
     )
     names = [
-        f"{place:02}-{re.sub(r'[^a-z0-9]+', '-', prompt.lower())[:60].strip('-')}.png"
-        for place, prompt in enumerate(args.prompt, 1)
+        f"{number:02}-{re.sub(r'[^a-z0-9]+', '-', prompt.lower())[:60].strip('-')}.png"
+        for number, prompt in enumerate(args.prompt, 1)
     ]
     files = {"sheet.png": np.concatenate(images, axis=1)} if args.sheet else dict(zip(names, images, strict=True))
     try:

@@ -180,7 +180,7 @@ class ImageReader(ConversationReader):
         )
 
     def text(self, turns: Turns, begin: int, end: int) -> str:
-        sizes = [f"{one.rows} x {one.columns}" for place, one in turns.pictures if begin <= place < end]  # type: ignore[attr-defined]
+        sizes = [f"{picture.rows} x {picture.columns}" for offset, picture in turns.pictures if begin <= offset < end]  # type: ignore[attr-defined]
         return "".join(f"[image of {size} patches]" for size in sizes) or super().text(turns, begin, end)
 
     def picture(self, open: Callable[[], Image], where: str) -> Picture:
@@ -289,7 +289,7 @@ class ImageSamples(Chat):
         arrays = empty_images(self.seq_len + 1, self.patches, self.side)
         begin, first, number = 0, 0, 0
         for turns in together:
-            for place, picture in turns.pictures:
+            for offset, picture in turns.pictures:
                 rows, columns = picture.rows, picture.columns
                 own, numbers = slice(first, first + rows * columns), np.arange(rows * columns)
                 try:
@@ -306,7 +306,7 @@ class ImageSamples(Chat):
                     axis=1,
                 )
                 arrays["images"][own] = number
-                arrays["places"][begin + place : begin + place + len(numbers)] = first + numbers
+                arrays["places"][begin + offset : begin + offset + len(numbers)] = first + numbers
                 first, number = own.stop, number + 1
             begin += len(turns.tokens)
         return super()._filled(together) | arrays
@@ -324,10 +324,10 @@ def empty_images(length: int, patches: int, side: int) -> dict[str, np.ndarray]:
 
 def open_image_text(key: str, source: FileSource, wanted: Wanted, seed: int) -> ImageSamples:
     """Open the tars of data=image_text. Raises ConfigError if there is no sample in them."""
-    place = files.path_of(key, source, wanted.split)
-    rows = TarRows(files.require(*place, (".tar",)), wanted.bad)
+    key_and_path = files.path_of(key, source, wanted.split)
+    rows = TarRows(files.require(*key_and_path, (".tar",)), wanted.bad)
     if not len(rows):
-        raise ConfigError("{}={}: no sample in it".format(*place))
+        raise ConfigError("{}={}: no sample in it".format(*key_and_path))
     return ImageSamples(ImageReader(rows, wanted.tokenizer, *_sizes(wanted)), wanted, seed)
 
 

@@ -77,7 +77,7 @@ def logprobs_read(objective: Objective) -> tuple[str, ...]:
 
 def faults_of_policy(job: Job) -> Iterator[Fault]:
     """A divergence from a reference needs sources that give the reference's log-probabilities."""
-    for place, source in data_sources(job.data).items():
+    for section, source in data_sources(job.data).items():
         kl = getattr(job.objective, "kl", None)
         if kl is not None and "ref_logprobs" not in DATA_SOURCES[source.name].gives:
-            yield Fault("objective.kl", kl, f"{place}.name={source.name} gives no ref_logprobs", (None,))
+            yield Fault("objective.kl", kl, f"{section}.name={source.name} gives no ref_logprobs", (None,))

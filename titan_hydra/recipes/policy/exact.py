@@ -45,11 +45,11 @@ def clipped(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple
     keys: Any = job.objective
     labels, old, advantages = (torch.full(batch["tokens"].shape, -1), *torch.zeros(2, *batch["tokens"].shape).double())
     rows = [row | {"advantages": _each(row)} for row in _rows(job)]
-    for place, (tokens, documents) in enumerate(zip(batch["tokens"], batch["documents"], strict=True)):
+    for sample, (tokens, documents) in enumerate(zip(batch["tokens"], batch["documents"], strict=True)):
         for document in range(int(documents.max()) + 1):
             inside = (documents == document).nonzero().flatten().tolist()
-            found = tokens[inside].tolist()
-            row = next((row for row in rows if row["tokens"][: len(found)] == found), None)
+            prefix = tokens[inside].tolist()
+            row = next((row for row in rows if row["tokens"][: len(prefix)] == prefix), None)
             if row is None:
                 continue  # padding
             prompt = len(row["tokens"]) - len(row["old_logprobs"])
@@ -57,9 +57,9 @@ def clipped(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple
             # token
             for number, at in enumerate(inside, start=1):
                 if prompt <= number < len(row["tokens"]):
-                    labels[place, at] = row["tokens"][number]
-                    old[place, at] = row["old_logprobs"][number - prompt]
-                    advantages[place, at] = row["advantages"][number - prompt]
+                    labels[sample, at] = row["tokens"][number]
+                    old[sample, at] = row["old_logprobs"][number - prompt]
+                    advantages[sample, at] = row["advantages"][number - prompt]
     ratios = (logs_of_labels(weights, batch, labels, job, routed) - old).exp()
     bounded = ratios.clamp(min=1 - keys.clip).clamp(max=1 + keys.clip)
     gains = torch.stack((ratios * advantages, bounded * advantages)).amin(0)
@@ -73,5 +73,5 @@ def _rows(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def _each(row: dict[str, Any]) -> list[float]:
-    found = row["advantages"]
-    return found if isinstance(found, list) else [found] * len(row["old_logprobs"])
+    advantages = row["advantages"]
+    return advantages if isinstance(advantages, list) else [advantages] * len(row["old_logprobs"])

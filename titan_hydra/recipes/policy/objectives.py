@@ -82,8 +82,8 @@ class Preference(Likelihood):
         batch = super().batch(samples, separators)
         learned = batch["documents"].masked_fill(batch["labels"] == IGNORED, -1)
         # the largest number of pairs in a sample: each pair has two documents of at least two tokens
-        places = torch.arange(self.job.data.seq_len // 4 + 1)
-        pairs = torch.stack([torch.isin(2 * places, row) for row in learned])
+        numbers = torch.arange(self.job.data.seq_len // 4 + 1)
+        pairs = torch.stack([torch.isin(2 * numbers, row) for row in learned])
         return Batch(batch.tensors | {"pairs": pairs}, self.dims)
 
     def count(self, batch: Tensors) -> Tensor:
@@ -92,11 +92,13 @@ class Preference(Likelihood):
     def loss(self, output: Tensor, batch: Tensors) -> Tensor:
         # float64, as the loss depends on a small difference between sums in the hundreds
         grown = (self.log_probabilities(output, batch) - batch["reference"]).double()
-        samples, places = grown.shape[0], 2 * batch["pairs"].shape[1]
-        row = torch.arange(samples, device=grown.device).unsqueeze(1) * places
+        samples, per_sample = grown.shape[0], 2 * batch["pairs"].shape[1]
+        row = torch.arange(samples, device=grown.device).unsqueeze(1) * per_sample
         # the last document may be padding, without a label
-        ids = (row + batch["documents"].clamp(max=places - 1)).flatten()
-        sums = torch.zeros(samples * places, dtype=grown.dtype, device=grown.device).index_add(0, ids, grown.flatten())
+        ids = (row + batch["documents"].clamp(max=per_sample - 1)).flatten()
+        sums = torch.zeros(samples * per_sample, dtype=grown.dtype, device=grown.device).index_add(
+            0, ids, grown.flatten()
+        )
         chosen, rejected = sums.view(samples, -1, 2).unbind(-1)
         margin = self.keys.beta * (chosen - rejected)
         loss = -(F.logsigmoid(margin) * batch["pairs"]).sum().float()

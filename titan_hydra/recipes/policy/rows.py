@@ -98,11 +98,16 @@ def _joined(prompt: list[Any], answer: list[Any], name: str) -> list[Any]:
     """
     before, after = (conversation(messages, {}).messages for messages in (prompt, answer))
     asked = [message for message in before if message["role"] != "system"]
-    said = [message for message in after if message["role"] != "system"]
-    if asked and said[: len(asked)] == asked:
+    dialogue = [message for message in after if message["role"] != "system"]
+    if asked and dialogue[: len(asked)] == asked:
         systems = [message for message in before if message["role"] == "system" and message not in after]
         return [*systems, *answer]
-    if asked and said and said[0]["role"] == "user" and (asked[-1]["role"] == "user" or said[0] == asked[0]):
+    if (
+        asked
+        and dialogue
+        and dialogue[0]["role"] == "user"
+        and (asked[-1]["role"] == "user" or dialogue[0] == asked[0])
+    ):
         raise ValueError(f"{name!r} begins with a question of the user that is not the one of 'prompt'")
     return [*prompt, *answer]
 

@@ -23,24 +23,29 @@ from .rows import REFERENCE, PairReader, RolloutReader
 
 
 def score_pairs(
-    place: Path, pairs: Path, out: Path, dtype: str, tokenizer_file: Path | None = None, bad: BadShards | None = None
+    model_path: Path,
+    pairs: Path,
+    out: Path,
+    dtype: str,
+    tokenizer_file: Path | None = None,
+    bad: BadShards | None = None,
 ) -> int:
     """Copy the pairs of a file into another file, with the columns REFERENCE added. Return the number of pairs. A row
     that is not a pair is left out if `bad` allows that. Raises ConfigError, and writes nothing, for more such rows, or
     one that is longer than the model's sequence length.
     """
-    opened, bad = open_model(place, tokenizer_file), bad or BadShards()
+    opened, bad = open_model(model_path, tokenizer_file), bad or BadShards()
     reader = PairReader(Records([pairs], bad), template_of_facts(opened.facts), opened.words, scored=False)
 
     def scored(model: nn.Module, row: Turns) -> dict[str, Any]:
-        found = [answer.sum().item() for answer in log_probabilities(model, row)]
-        return dict(zip(REFERENCE, found, strict=True))
+        sums = [answer.sum().item() for answer in log_probabilities(model, row)]
+        return dict(zip(REFERENCE, sums, strict=True))
 
     return _score_rows(opened, reader, pairs, out, dtype, bad, scored)
 
 
 def score_rollouts(
-    place: Path,
+    model_path: Path,
     rollouts: Path,
     out: Path,
     column: str,
@@ -51,12 +56,12 @@ def score_rollouts(
     """Copy the rollouts of a file into another file, with the log-probability of each sampled token in `column`. Return
     the number of rollouts. Errors are those of `score_pairs`.
     """
-    opened, bad = open_model(place, tokenizer_file), bad or BadShards()
+    opened, bad = open_model(model_path, tokenizer_file), bad or BadShards()
     reader = RolloutReader(Records([rollouts], bad), opened.words, opened.config.vocab_size, ("old_logprobs",))
 
     def scored(model: nn.Module, row: Turns) -> dict[str, Any]:
-        (found,) = log_probabilities(model, row)
-        return {column: found.tolist()}
+        (of_tokens,) = log_probabilities(model, row)
+        return {column: of_tokens.tolist()}
 
     return _score_rows(opened, reader, rollouts, out, dtype, bad, scored)
 
@@ -99,9 +104,9 @@ def lengths(turns: Turns) -> tuple[int, ...]:
 
 def log_probabilities(model: nn.Module, turns: Turns) -> list[Tensor]:
     """Return the log-probability of each learned token, by document, one forward per document."""
-    found, begin = [], 0
+    by_document, begin = [], 0
     for length in lengths(turns):
         losses = token_losses(model, torch.from_numpy(turns.tokens[None, begin : begin + length]))[0]
-        found.append(-losses[torch.from_numpy(turns.trained[begin + 1 : begin + length])])
+        by_document.append(-losses[torch.from_numpy(turns.trained[begin + 1 : begin + length])])
         begin += length
-    return found
+    return by_document

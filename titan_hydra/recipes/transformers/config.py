@@ -98,8 +98,8 @@ class TransformersConfig(Model):
 
         theirs, own = library_config(self), {}
         for ours, name in SHARED.items():
-            found = getattr(theirs, name, None)
-            own[ours] = getattr(self, ours) if getattr(self, ours) is not None else found
+            from_folder = getattr(theirs, name, None)
+            own[ours] = getattr(self, ours) if getattr(self, ours) is not None else from_folder
         own["n_kv_heads"] = own["n_kv_heads"] or own["n_heads"]
         for ours in ("vocab_size", "dim", "n_layers", "n_heads"):
             if not isinstance(own[ours], int):
@@ -212,10 +212,10 @@ def faults(job: Any) -> Iterator[Fault]:
     if job.parallelism.backend != "fsdp2":
         yield fault_at(job, "parallelism.backend", only, "fsdp2")
     kind = json.loads(job.model.content or "{}").get("model_type")
-    for degree, what in (("tp", "tensor"), ("pp", "pipeline")):
+    for degree, name in (("tp", "tensor"), ("pp", "pipeline")):
         if getattr(job.parallelism, degree) > 1 and kind not in SPLIT:
             reason = (
-                f"model_type={kind} in config.json of model.path: {what} parallelism is proven for {', '.join(SPLIT)}"
+                f"model_type={kind} in config.json of model.path: {name} parallelism is proven for {', '.join(SPLIT)}"
             )
             yield fault_at(job, f"parallelism.{degree}", reason, 1)
     if job.data.document_mask and kind not in SPLIT:

@@ -57,7 +57,7 @@ def saved_pieces(library: Any, name: str, shape: Sequence[int]) -> list[StoredPa
     """
     from transformers.core_model_loading import Concatenate, MergeModulelist, revert_weight_conversion
 
-    dims = {type(one): getattr(one, "dim", None) for one in operations_of(library, name)}
+    dims = {type(operation): getattr(operation, "dim", None) for operation in operations_of(library, name)}
     merged, joined = dims.pop(MergeModulelist, None), dims.pop(Concatenate, None)
     if dims or merged:
         other = next(iter(dims), MergeModulelist)
@@ -65,13 +65,13 @@ def saved_pieces(library: Any, name: str, shape: Sequence[int]) -> list[StoredPa
             f"{other.__name__} makes {name} of a {type(library).__name__} from a folder's tensors; nearest "
             "legal: a folder that transformers has saved with save_original_format=False"
         )
-    found = revert_weight_conversion(library, {name: torch.empty(shape, device="meta")})
+    saved = revert_weight_conversion(library, {name: torch.empty(shape, device="meta")})
     experts = 1 if merged is None else shape[0]
-    number = len(found) // experts  # of the tensors that are joined into one for each expert
+    number = len(saved) // experts  # of the tensors that are joined into one for each expert
     pieces = []
-    for place, (own, part) in enumerate(found.items()):
+    for position, (own, part) in enumerate(saved.items()):
         box = [slice(0, size) for size in shape]
-        source, expert = divmod(place, experts)
+        source, expert = divmod(position, experts)
         if merged is not None:
             box[0] = slice(expert, expert + 1)
         if joined is not None:
@@ -96,15 +96,15 @@ def operations_of(library: Any, name: str) -> list[Any]:
 
 def to_config(config: TransformersConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the config.json of the run's folder, without token ids. Keys of the model replace its values."""
-    theirs, said = library_config(config), json.loads(config.content)
+    theirs, original = library_config(config), json.loads(config.content)
     plain = library_config(replace(config, **dict.fromkeys(SHARED)))
     beside = json.loads(config.beside or "{}")
-    content = said | {
+    content = original | {
         name: getattr(theirs, name)
         for name in SHARED.values()
-        if name in said or getattr(theirs, name, None) != getattr(plain, name, None)
+        if name in original or getattr(theirs, name, None) != getattr(plain, name, None)
     }
-    if "layer_types" in said:
+    if "layer_types" in original:
         content["layer_types"] = list(theirs.layer_types)
     kinds = {
         "architectures": beside.get("architectures") or [architecture_of(theirs.model_type)],

@@ -27,13 +27,16 @@ def library_config(config: TransformersConfig) -> Any:
     content = json.loads(config.content or "{}") | {"pad_token_id": None}
     kind = content.pop("model_type")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        what = (
+        problem = (
             "no causal decoder"
             if kind in CONFIG_MAPPING
             else "not known to the installed transformers, and code of a folder is not run"
         )
         raise bad_value(
-            "model.path", config.path, f"model_type={kind} is {what}", *suggest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+            "model.path",
+            config.path,
+            f"model_type={kind} is {problem}",
+            *suggest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         )
     try:
         theirs = CONFIG_MAPPING[kind](**content)
@@ -54,9 +57,9 @@ def shortened(kinds: list[str], layers: int) -> list[str]:
     """Return the kinds of blocks of a model with another number of blocks: the first ones, repeated if there are too few.
     Each kind of the whole model is kept, as the last block if it would be lost.
     """
-    found = (kinds * -(-layers // len(kinds)))[:layers]
-    lost = [kind for kind in dict.fromkeys(kinds) if kind not in found][: layers - 1]
-    return found[: layers - len(lost)] + lost
+    first_kinds = (kinds * -(-layers // len(kinds)))[:layers]
+    lost = [kind for kind in dict.fromkeys(kinds) if kind not in first_kinds][: layers - 1]
+    return first_kinds[: layers - len(lost)] + lost
 
 
 def build_library_model(config: TransformersConfig) -> Any:

@@ -194,21 +194,21 @@ def initial_distributions(library: Any) -> dict[str, Normal | float]:
     """
     from transformers import initialization
 
-    found: dict[int, Normal | float] = {}
+    drawn: dict[int, Normal | float] = {}
 
     def normal(x: Tensor, mean: float = 0.0, std: float = 1.0, *_: Any, **__: Any) -> Tensor:
         if mean == 0:
-            found[id(x)] = Normal(std)
+            drawn[id(x)] = Normal(std)
         return x
 
     def truncated(x: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, **_: Any) -> Tensor:
         if mean == 0 and a == -b:
-            found[id(x)] = Normal(std, cut=b / std)
+            drawn[id(x)] = Normal(std, cut=b / std)
         return x
 
     def constant(value: float | None) -> Any:
         def record(x: Tensor, val: float | None = value, **_: Any) -> Tensor:
-            found[id(x)] = float(val)
+            drawn[id(x)] = float(val)
             return x
 
         return record
@@ -230,8 +230,8 @@ def initial_distributions(library: Any) -> dict[str, Normal | float]:
         for module in library.modules():
             initialize_part(library, module)
     wanted = dict(library.named_parameters(remove_duplicate=False))
-    if lost := [name for name, parameter in wanted.items() if id(parameter) not in found]:
+    if lost := [name for name, parameter in wanted.items() if id(parameter) not in drawn]:
         raise ConfigError(
             f"transformers draws {lost[0]} of a {type(library).__name__} neither from a normal distribution nor as a constant"
         )
-    return {name: found[id(parameter)] for name, parameter in wanted.items()}
+    return {name: drawn[id(parameter)] for name, parameter in wanted.items()}

@@ -67,7 +67,11 @@ class LibraryPlan(Plan):
             if type(part) is nn.Linear and theirs.get(name) in LINEARS:
                 styles[name] = LINEARS[theirs[name]]
             elif split and name == "self_attn":
-                if wrong := [one for one, weight in own.items() if weight.shape != (config.num_attention_heads,)]:
+                if wrong := [
+                    parameter_name
+                    for parameter_name, weight in own.items()
+                    if weight.shape != (config.num_attention_heads,)
+                ]:
                     raise ConfigError(
                         f"parallelism.tp: {name}.{wrong[0]} of a {type(block).__name__} does not belong to heads; nearest legal: 1"
                     )
