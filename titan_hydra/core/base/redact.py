@@ -52,6 +52,9 @@ def redact(text: str, environment: Mapping[str, str] = os.environ, code: bool = 
 
 
 def _assigned(match: re.Match[str]) -> str:
+    """Return the assignment that `match` found, with its value replaced if the name is that of a secret and the value
+    is one: neither too short, nor a variable, nor the path of a file.
+    """
     name, value, sure = match["name"], match["quoted"] or match["bare"], sureness(match["name"])
     shell = match["is"] == "=" and name.isupper()
     # whether the value is the path of a file that holds the secret

@@ -177,6 +177,9 @@ def with_tokenizer(facts: Facts, file: Path) -> Facts:
 
 
 def _learned(keys: schema.Tokenizer, words: tokenizer.Tokenizer) -> dict[str, Any]:
+    """Return the record of the tokenizer whose ids a model has learned: its keys, its digest, and its begin and end of
+    text.
+    """
     return {
         "name": keys.name,
         "path": keys.path,

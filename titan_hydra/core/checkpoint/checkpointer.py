@@ -155,6 +155,9 @@ class Checkpointer:
                 raise CheckpointError(self._lost(step))
 
     def _due(self, step: int, late: bool, last: bool) -> bool:
+        """Whether to save at this step: it is the first, the last or one of the interval's steps, as configured, or
+        (`late`) too many minutes have passed since the last save.
+        """
         if last:
             return self.config.last_step
         return (
@@ -221,6 +224,9 @@ class Checkpointer:
                 self._finish(pending)
 
     def _finish(self, pending: PendingSave) -> None:
+        """Await a save in the background, and report whether it succeeded. After a failure, the next step tries again,
+        once; the second failure in a row waits for the next interval.
+        """
         began = time.perf_counter()
         failure = pending.written.exception()
         pending.held += time.perf_counter() - began if self.stager else 0.0
@@ -341,6 +347,9 @@ class Checkpointer:
         return content
 
     def _load(self, path: Path, parts: set[str], model: nn.Module) -> None:
+        """Load `parts` of a checkpoint (model, optimizer, data ...) into the model and the optimizers. Raises
+        CheckpointError.
+        """
         content = self._content(parts, model)
         if "optimizer" in parts:
             content["optimizer"] |= state.changeable(self.model, self.optimizers)

@@ -212,6 +212,7 @@ class LazySavePlanner(dcp.DefaultSavePlanner):
 
 
 def _check_stored(metadata: Metadata, shapes: dict[str, torch.Size], checkpoint: Path) -> None:
+    """Raise ConfigError if a checkpoint lacks a weight of the model, has one of another shape, or has one too many."""
     stored = {
         key.removeprefix(PREFIX): entry.size
         for key, entry in metadata.state_dict_metadata.items()

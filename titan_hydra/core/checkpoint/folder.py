@@ -43,6 +43,7 @@ class Folder:
     """
 
     def __init__(self, source: Path, hf: HuggingFace | None = None):
+        """Read config.json and the index of the weights; the weights themselves are read on demand."""
         self.source, self.handles = source, {}
         if (adapters := source / "adapter_config.json").exists():
             raise ConfigError(f"{adapters}: adapters cannot be converted; merge them into the weights first, with PEFT")
@@ -138,6 +139,9 @@ class Folder:
                 )
 
     def _part(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Read the box of a tensor that begins at `offsets`. A float8 tensor is multiplied by its scales, of which each
+        belongs to a block of the tensor, also where the box cuts a block.
+        """
         where = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         values = self._open(name).get_slice(name)[where]
         if values.dtype != torch.float8_e4m3fn:

@@ -26,6 +26,7 @@ class Reader:
     """
 
     def __init__(self, checkpoint: Path, factors: dict[str, float] | None = None, ema: bool = False):
+        """Read the index. `averages` gives for each parameter the stored name of its moving average."""
         self.checkpoint, self.reader = checkpoint, safe.SafeReader(checkpoint)
         self.factors = factors or {}
         self.metadata = self.reader.index

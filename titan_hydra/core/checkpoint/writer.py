@@ -48,6 +48,9 @@ class Writer(dcp.FileSystemWriter):
         check: bool = True,
         held_out: float | None = None,
     ) -> None:
+        """Prepare a save; `done` is called on this rank after it, and `held_out` is the loss that is recorded with the
+        step.
+        """
         self.final, self.writing = path, path.with_name(path.name + checkpoints.WRITING)
         super().__init__(self.writing, sync_files=True)
         self.set_device = device_setter()

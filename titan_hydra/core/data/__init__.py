@@ -142,6 +142,7 @@ def open_hub(key: str, source: HubSource, wanted: Wanted, seed: int) -> Document
 
 
 def open_tokens(key: str, source: FileSource, wanted: Wanted, seed: int) -> Samples:
+    """Open files of token ids, whose samples are cut at fixed positions."""
     from .files import path_of
     from .items import TokenFiles
 

@@ -124,6 +124,7 @@ def _array(file: Path, start: int, every: int) -> Iterator[tuple[int, int, bytes
 
 
 def _csv(file: Path, text_key: str, start: int, every: int) -> Rows:
+    """Yield number and text, or BadRow, of the rows start, start + every, ... of a CSV file with a header line."""
     csv.field_size_limit(2**31 - 1)  # maximum bytes of a text; the default is 128 KiB
     with opened(file) as stream:
         # a byte that is not UTF-8 becomes half of a surrogate pair, and so its row cannot be used

@@ -66,6 +66,10 @@ def _faults(
     reads: list[Callable[[], Iterable[Any]]],
     more: bool,
 ) -> Iterator[Fault]:
+    """Yield a fault if none of the first rows can be used, or more are wrong than the limits for bad shards and rows
+    allow. `wrong` are files that are known to be bad, `reads` read one file each; `more` says that others were not
+    read.
+    """
     bad, usable = BadShards(job.data.max_bad_shards, job.data.max_bad_rows), 0
     try:
         for error in wrong:

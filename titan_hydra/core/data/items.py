@@ -94,6 +94,7 @@ class TokenFiles(Numbered):
         self._starts = functools.lru_cache(MAPPED)(lambda shard: document_starts(self.shards[shard].index))
 
     def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
+        """Return the tokens of a sample. If its file cannot be read, another sample of the same epoch takes its place."""
         epoch, index = divmod(number, self.ends[-1])
         if self.seed is not None:
             index = permute(index, self.ends[-1], self.seed, epoch)

@@ -163,6 +163,9 @@ class Loader:
             self.ready.put(error)
 
     def _halt(self, timeout: float | None = None) -> None:
+        """Stop the thread that reads ahead, and wait for it, at most `timeout` seconds. The batches it has read are
+        dropped.
+        """
         if not self.thread:
             return
         self.stop.set()

@@ -63,6 +63,7 @@ class _Json:
     """The records of a file of JSON: where each begins and ends."""
 
     def __init__(self, file: Path, bad: BadShards, most: int | None):
+        """Index the records of a file: of all, or of the first `most`, for which only the beginning is read."""
         self.file = file
         array = is_array(file)
         if most is not None and not array:  # do not map a large file for a few lines
@@ -99,6 +100,9 @@ class _Table:
     """The rows of a Parquet file."""
 
     def __init__(self, file: Path, bad: BadShards, most: int | None):
+        """Copy the rows (the first `most`, if given) into an unnamed file in Arrow's format, and map it, so that they
+        need no memory.
+        """
         import pyarrow
 
         self.file = file

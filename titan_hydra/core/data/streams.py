@@ -101,6 +101,9 @@ class Stream:
         buffer: int = 0,
         bad: BadShards | None = None,
     ):
+        """Begin at the first document of `slot`, one of `slots` that share the source. Documents are shuffled in blocks
+        of `buffer`; with seed None, they keep their order.
+        """
         self.source, self.tokenizer, self.slot, self.slots, self.seq_len, self.seed = (
             source,
             tokenizer,

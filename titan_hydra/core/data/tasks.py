@@ -171,6 +171,7 @@ def requests_of(question: TaskQuestion, tokenizer: Tokenizer) -> list[Request]:
 
 
 def _question(text: bytes, line: int, where: str) -> TaskQuestion:
+    """Read a row of a task's file. Raises ConfigError with `where` if a field is missing or has a wrong value."""
     try:
         row = record_of(text)
     except ValueError as error:

@@ -25,6 +25,9 @@ class TextFiles:
     """
 
     def __init__(self, key: str, path: str | None, text_key: str, slots: int):
+        """Open the files of a path. `units` is the number of parts that slots can read by themselves: files, or every
+        `every`-th row of one.
+        """
         self.files = files.require(key, path, files.TEXT_SUFFIXES)
         self.text_key = text_key
         self.long = {file for file in self.files if is_long(file)}
@@ -37,6 +40,9 @@ class TextFiles:
         self.units = len(self.files) * self.every
 
     def rows(self, unit: int, start: int = 0) -> Iterator[tuple[int, Row]]:
+        """Yield number and text of the rows of a unit, from the row `start` on; a long text is one row, which is read
+        in pieces.
+        """
         number, first = divmod(unit, self.every)
         file = self.files[number]
         if file in self.long:
@@ -73,6 +79,7 @@ class Hub:
         self.units = self.dataset.num_shards * self.every
 
     def rows(self, unit: int, start: int = 0) -> files.Rows:
+        """Yield number and text, or BadRow, of the rows of a unit, from the row `start` on."""
         shard, first = divmod(unit, self.every)
         where = f"{self.where}: shard {shard}"
         for number, row in self._read(where, shard, max(start, first)):

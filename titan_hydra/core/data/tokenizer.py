@@ -110,6 +110,9 @@ def name_by_suffix(file: Path) -> str:
 
 
 def read_content(config: schema.Tokenizer) -> tuple[Path, bytes]:
+    """Return the path and the bytes of the file that defines a tokenizer. Raises ConfigError if it is not named or
+    unreadable.
+    """
     if config.name != "embedded" and not config.path:
         wanted = "tokenizer.json" if config.name == "hf" else "tokenizer.model"
         raise ConfigError(f"tokenizer.path=null: tokenizer={config.name} needs the path of a {wanted}")
@@ -121,6 +124,9 @@ def read_content(config: schema.Tokenizer) -> tuple[Path, bytes]:
 
 
 def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
+    """Build the tokenizer of a tokenizer.model in tiktoken's format, with the special tokens and the splitting of Llama
+    3.
+    """
     import numpy as np
     import tiktoken
 
@@ -137,6 +143,7 @@ def _load_tiktoken(path: Path, content: bytes) -> Tokenizer:
     sizes = np.array([*map(len, sorted(ranks, key=ranks.__getitem__)), *map(len, specials)])
 
     def locate(text: str) -> Located:
+        """Encode a text with special tokens, and return for each token the characters where it begins and ends."""
         if LONG_RUN.search(text):
             raise ValueError(f"{MANY_BLANKS:,} blanks in a row")
         ids = encoding.encode(text, allowed_special="all")
@@ -181,6 +188,7 @@ def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
 
 def _load_hf(path: Path, content: bytes, facts: Facts) -> Tokenizer:
+    """Build the tokenizer of a tokenizer.json. `facts` is what other files of its folder add, such as the end of text."""
     import numpy as np
     import tokenizers
 
@@ -276,6 +284,7 @@ def _check_added(facts: Facts, tokenizer: tokenizers.Tokenizer, path: Path) -> N
 
 
 def _json(path: Path, content: bytes) -> dict:
+    """Return the content of a tokenizer.json. Raises ConfigError if the file is something else."""
     try:
         spec = json.loads(content)
         spec["model"]["vocab"]

@@ -121,6 +121,9 @@ def inputs_of(job: Job) -> list[Input]:
 
 
 def _inputs(prefix: str, section: Any) -> Iterator[Input]:
+    """Yield the inputs in a section: its keys that name files (their metadata has `reads`), and those of the sections
+    in it.
+    """
     for spec in dataclasses.fields(section):
         key, value = prefix + spec.name, getattr(section, spec.name)
         if word := spec.metadata.get("reads"):

@@ -91,6 +91,7 @@ def read_schedule(path: str) -> list[list[Action]]:
 
 
 def _actions(cell: str) -> list[Action]:
+    """Parse a cell of a schedule's CSV file, such as `2F0` or `(0F1;1B0)OVERLAP_F_B`, into (stage, kind, microbatch)."""
     overlapped = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell)
     actions = []
     for text in overlapped[1].split(";") if overlapped else [cell] if cell else []:

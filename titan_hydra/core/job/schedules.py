@@ -190,6 +190,9 @@ def _held_by(name: str, pp: int, stages: int, number: int, rank: int, weights: t
 
 
 def _held(order: Iterable[Action], weights: tuple[float, ...]) -> Held:
+    """Replay a rank's actions, and return how many microbatches' activations it holds: at most, at the last stage's
+    forward, and how many of them wait for the weights' gradients only. A stage counts with its weight.
+    """
     held = halfway = most = at_end = postponed = 0.0
     for stage, kind, _ in order:
         held += weights[stage] * (kind == "F")

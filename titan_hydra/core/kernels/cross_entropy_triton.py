@@ -14,6 +14,8 @@ BLOCK = 4096
 
 @triton.jit
 def _sums(logits, largest, sums, width, BLOCK: tl.constexpr):
+    # One program for each row: stores the row's largest logit, and the sum of exp(logit - largest), in one pass (online
+    # softmax).
     row = tl.program_id(0).to(tl.int64)
     top = tl.max(tl.full([BLOCK], -float("inf"), tl.float32), 0)
     total = tl.zeros([BLOCK], tl.float32)
@@ -29,6 +31,7 @@ def _sums(logits, largest, sums, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _slopes(logits, targets, largest, scales, weights, width, BLOCK: tl.constexpr):
+    # Replaces logits by the loss's derivative: softmax times the row's scale, less the row's weight at the target.
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     addresses = logits + row * width + column

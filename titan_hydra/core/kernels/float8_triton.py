@@ -67,6 +67,8 @@ def _rows(
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    # Casts ROWS whole rows, each with a scale of its own, after RMSNorm (NORM) or SwiGLU (GATED). Collects the maxima
+    # of the columns, for the cast by columns in the backward.
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     largest = tl.zeros([BLOCK], tl.int32)
@@ -101,6 +103,7 @@ def _maxima(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    # First pass over rows too wide for _rows: the maxima of ROWS rows and of COLUMNS columns.
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     largest = tl.zeros([COLUMNS], tl.int32)
     for i in range(ROWS):
@@ -114,6 +117,7 @@ def _maxima(
 
 @triton.jit
 def _parts(source, row_maxima, quantized, inverses, WIDTH: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr):
+    # Second pass over rows too wide for _rows: casts a part of one row, with the scale of the row's maximum.
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     here = column < WIDTH
@@ -138,6 +142,7 @@ def _columns(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    # Casts a tile with the scales of its columns, and stores it transposed. With NORM, rows are normalized again.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     here = (row < height)[:, None] & (column < width)[None, :]
@@ -181,6 +186,7 @@ def _gated_maxima(
     COLUMNS: tl.constexpr,
     TIMES: tl.constexpr,
 ):
+    # First pass of SwiGLU's backward: the maxima of the rows and of the columns of its input's gradient.
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     largest_u = tl.zeros([COLUMNS], tl.int32)
     largest_g = tl.zeros([COLUMNS], tl.int32)
@@ -213,6 +219,7 @@ def _gated_backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    # Second pass of SwiGLU's backward: casts its input's gradient by rows and by columns, and its product by columns.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     known = column < WIDTH
@@ -248,6 +255,7 @@ def _norm_backward(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    # RMSNorm's gradient for ROWS rows; the weight's gradient is summed over these rows, and over programs afterwards.
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     if BLOCK <= KEPT:

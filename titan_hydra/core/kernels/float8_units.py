@@ -67,6 +67,9 @@ class Float8Linears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, of the norm's weight and of the weights; both matmuls take `gradient` in Float8,
+        once by rows and once by columns.
+        """
         x, norm, rstds, maxima, weight_maxima, *weights = ctx.saved_tensors
         flat, d = matrix(x), matrix(gradient)
         rows, inverses, largest, _ = float8_rows([d], None, 0.0, False)
@@ -84,6 +87,9 @@ class Float8SwiGLU(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, norm: Tensor | None, eps: float, emulate: bool, w1: Tensor, w3: Tensor, w2: Tensor
     ) -> Tensor:
+        """Cast x, the weights and the gated product to Float8 by rows, and save what the backward casts again by
+        columns.
+        """
         rows, inverses, maxima, rstds = float8_rows([matrix(x)], norm, eps, False)
         cast, factors, weight_maxima, _ = float8_rows([w1, w3], None, 0.0, False)
         gates = multiply((rows, inverses), (cast, factors), x.dtype, emulate, fast=True)
@@ -95,6 +101,7 @@ class Float8SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients in the reverse order: w2 and the product, the gates, then w1, w3, the norm and x."""
         x, norm, rstds, maxima, weight_maxima, gates, product_maxima, last_maxima, w1, w3, w2 = ctx.saved_tensors
         flat, d = matrix(x), matrix(gradient)
         rows, inverses, largest, _ = float8_rows([d], None, 0.0, False)

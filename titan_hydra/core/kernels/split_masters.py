@@ -58,6 +58,9 @@ def update_split(parameters: Sequence[tuple[Tensor, ...]], steps: Sequence[Tenso
 
 
 def _update(batch: list[list[Tensor]], options: dict[str, Any]) -> None:
+    """Update a batch of (weight, remainder, gradient, mean, square, step) by torch's AdamW in float32: join the halves,
+    update, and split again.
+    """
     if not batch:
         return
     weights, remainders, gradients, means, squares, steps = map(list, zip(*batch, strict=True))

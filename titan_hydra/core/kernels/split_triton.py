@@ -31,6 +31,7 @@ def _adamw(
     elements,
     BLOCK: tl.constexpr,
 ):
+    # torch's AdamW for masters in two halves of 16 bits: joins a weight, updates it in float32, and splits it again.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < tl.where(tl.load(skipped) == 0.0, elements, 0)
     bits = (tl.load(uppers + at, mask=here, other=0).to(tl.int32) << 16) + tl.load(lowers + at, mask=here, other=0).to(

@@ -29,6 +29,7 @@ class Decoder(nn.Module):
     output_scale = 1.0  # multiplies the head's input (core/models/init.py)
 
     def __init__(self, config: Model, seq_len: int):
+        """Create a model for sequences of `seq_len` tokens; the names of its modules are those of its checkpoints."""
         super().__init__()
         self.config, self.seq_len = config, seq_len
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
@@ -158,6 +159,9 @@ class Attention(nn.Module):
     query_scale = 1.0  # multiplies the queries (core/models/init.py)
 
     def __init__(self, config: Model):
+        """Create the projections, the norms of queries and keys if the family has them, and the attention kernel
+        `sdpa`.
+        """
         super().__init__()
         self.head_dim = config.head_width
         self.wq = nn.Linear(config.dim, config.n_heads * self.head_dim, bias=False)
@@ -170,6 +174,7 @@ class Attention(nn.Module):
         self.sdpa = SDPA(config.attention)
 
     def forward(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Project x [batch, seq, dim], rotate queries and keys, and attend. `documents` numbers each token's document."""
         # -1 heads: under tensor parallelism the linears return only this rank's heads.
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.project(x))
         if self.q_norm is not None:

@@ -45,6 +45,7 @@ class MoE(nn.Module):
     """Routed experts, and shared experts that every token uses. Maps x [batch, seq, dim] to the same shape."""
 
     def __init__(self, config: SparseModel):
+        """Create the experts; `exchange` is replaced by one that sends tokens to other ranks under expert parallelism."""
         super().__init__()
         self.router = Router(config)
         self.experts = Experts(config)
@@ -103,6 +104,9 @@ class Router(nn.Module):
     """
 
     def __init__(self, config: SparseModel):
+        """Create the router's weight. `load` counts the tokens of each expert in a step, `scale` is 1 over the tokens
+        of a step, and `read` may be replaced by a function that reads a sharded weight.
+        """
         super().__init__()
         self.config = config
         # not an nn.Linear, as number formats would convert it

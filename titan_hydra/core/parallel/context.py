@@ -124,6 +124,9 @@ class Ring(nn.Module):
         kernels(self.backend, Call(mesh.device_type, ring=True))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Attend to the whole sequence by torch's ring attention, with the fastest kernel that the ring and these
+        shapes allow.
+        """
         if documents is not None:
             raise ValueError("ring attention cannot mask documents")
         # The options are read here so that torch.compile guards on them. Otherwise a block that was compiled with

@@ -33,6 +33,9 @@ class MeasuredAttention(nn.Module):
     """Attention that also keeps, in training, the largest logit of each of this rank's heads since the last reset."""
 
     def __init__(self, sdpa: nn.Module, mesh: Mesh, job: Job):
+        """Wrap `sdpa`. `starts` are the positions where this rank's parts of the sequence begin, `order` is the order
+        of the parts of all ranks: a balanced ring gives each rank one part from either end.
+        """
         super().__init__()
         self.sdpa = sdpa
         self.register_buffer("largest", torch.empty(job.model.n_heads // mesh.degrees.tp), persistent=False)

@@ -36,6 +36,7 @@ class LoraLinear(nn.Linear):
     initial_std: dict[str, float]  # standard deviations of A and B at the start (core/models/init.py)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the linear's output plus factor * B A x; under tensor parallelism, A and B are split as the linear is."""
         base = super().forward(x)
         if not isinstance(x, DTensor):
             return base + self.factor * F.linear(F.linear(x, self.lora_a), self.lora_b)

@@ -101,6 +101,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, vocabulary: Vocabulary | None, train: bool
     ) -> Tensor:
+        """Return the summed loss; if `train`, also compute the gradients, for a loss with derivative 1."""
         total = torch.zeros((), device=hidden.device)
         if train:
             hidden_gradient = torch.empty_like(hidden)
@@ -121,6 +122,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients that the forward computed, times the derivative of the loss."""
         hidden_gradient, weight_gradient = ctx.saved_tensors
         return (
             scaled(hidden_gradient, gradient, ctx.dtype),
@@ -150,6 +152,7 @@ class TokenCrossEntropy(torch.autograd.Function):
     def forward(
         ctx, hidden: Tensor, weight: Tensor, targets: Tensor, numbers: int, chunk: int, vocabulary: Vocabulary | None
     ) -> Tensor:
+        """Return [tokens, numbers]: each token's loss and, if `numbers` is 2, its entropy."""
         ctx.save_for_backward(hidden, weight, targets)
         ctx.chunk, ctx.vocabulary = chunk, vocabulary
         rows = []
@@ -162,6 +165,7 @@ class TokenCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute each chunk's logits again, and from them the gradients of the losses; an entropy has none."""
         hidden, weight, targets = ctx.saved_tensors
         hidden_gradient, weight_gradient = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden), ctx.chunk):

@@ -72,6 +72,7 @@ class Tree(nn.Module):
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], frozen: Tree | None = None):
+        """Register the tensors, whose dotted names give the modules in which they stand."""
         super().__init__()
         self.__dict__["frozen"] = frozen  # nn.Module's own __setattr__ would make it a submodule
         for name, tensor in tensors.items():

@@ -45,6 +45,7 @@ class Stage(PipelineStage):
     def __init__(
         self, module: nn.Module, index: int, mesh: Mesh, job: Job, device: torch.device, first: Tensor, inputs: Inputs
     ):
+        """Tell torch the shapes of this stage's input and output; `first` has those of the model's input."""
         hidden = hidden_state(job)
         # With given shapes, torch need not run the stage to infer them. Only the loss uses the last stage's output.
         super().__init__(
@@ -155,6 +156,9 @@ class Pipeline:
         loss: Summed,
         measure: Summed,
     ):
+        """Create this rank's stages and their schedule. `summed` is the sum of the present call, loss or measure;
+        `count` is the number of elements over which the step's loss is a mean.
+        """
         indices = stages_of_ranks(job)[mesh.coordinate("pp")]
         self.stages = [
             Stage(module, index, mesh, job, device, first, inputs)

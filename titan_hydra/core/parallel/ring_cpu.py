@@ -78,6 +78,7 @@ def _forward(
     attn_mask: None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
+    """Compute ring attention on CPUs by torch's template, which calls FORWARD for each part of the keys."""
     return private.ring_forward(
         mesh.get_group(),
         SEQ_DIM,
@@ -105,6 +106,7 @@ def _backward(
     attn_mask: None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
+    """Compute the gradients of ring attention on CPUs by torch's template, which calls BACKWARD for each part."""
     return private.ring_backward(
         mesh.get_group(),
         SEQ_DIM,

@@ -82,6 +82,7 @@ class Gather:
     """
 
     def __init__(self, mesh: Mesh, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        """Look up the process groups that `__call__` uses."""
         self.mesh: Any = mesh.fsdp
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
         # Groups are looked up here and not in __call__, where a compiler might use the groups of an earlier job in this
@@ -91,6 +92,9 @@ class Gather:
             self.tp_rank: Any = mesh.coordinate("tp")  # an int, declared as Any because of torch's type annotations
 
     def __call__(self, parameter: DTensor) -> torch.Tensor:
+        """Return the whole parameter in the compute dtype; under tensor parallelism, the rank's tensor-parallel part of
+        it.
+        """
         if parameter.device_mesh.ndim == self.mesh.ndim:
             return self._whole(parameter)
         # With tensor parallelism, gather only over the data-parallel dimensions: the result is still a DTensor over tp.

@@ -39,6 +39,7 @@ class WholeTree(ParallelStyle):
         self.split = split
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Let each module with parameters hold them whole on every rank."""
         for part in list(module.modules()):
             if next(part.parameters(recurse=False), None) is not None:
                 parallelize_module(part, mesh, Whole())
@@ -75,6 +76,8 @@ class SummedGradient(ParallelStyle):
     """A module that returns its input unchanged. Its backward sums the partial gradients of all ranks."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Hook the module so that its output counts as replicated and the output's gradient as a partial sum."""
+
         def summed(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
             return DTensor.from_local(output, mesh, [Replicate()], run_check=False).to_local(
                 grad_placements=[Partial()]
@@ -129,6 +132,7 @@ class Norm(ParallelStyle):
         self.split, self.reduce_dtype = split, reduce_dtype
 
     def _apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
+        """Turn an RMSNorm into one that knows where its weight's gradient arises. Raises ConfigError for another class."""
         if type(module) is not nn.RMSNorm:
             raise ConfigError(
                 f"parallelism.tp={mesh.size()}: the style Norm is for nn.RMSNorm itself, and a norm of this model is a "

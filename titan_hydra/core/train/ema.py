@@ -38,6 +38,9 @@ def follow_weights(optimizers: Optimizers, decay: float) -> None:
 
 @torch.no_grad()
 def _follow(optimizer: Any, args: Any, options: Any, decay: float) -> None:
+    """Move each weight's average towards the weight, after a step. During the first steps it is a plain mean, as 1 /
+    count is the larger share; an update that the optimizer skipped does not count.
+    """
     # `optimizer.step` of core/train sets it for an optimizer that skips a step itself
     skipped = getattr(optimizer, "found_inf", None)
     for group in optimizer.param_groups:

@@ -29,6 +29,9 @@ class Muon(torch.optim.Muon):
     _step_supports_amp_scaling = True
 
     def __init__(self, matrices: Iterable[nn.Parameter], group: dist.ProcessGroup | None, **options: Any) -> None:
+        """Put matrices and stacks of matrices into groups of their own. `grad_scale` divides gradients, and a
+        `found_inf` of 1 skips the step, as in torch's fused AdamW.
+        """
         matrices = list(matrices)
         super().__init__([matrix for matrix in matrices if matrix.ndim == 2], **options)
         if stacks := [matrix for matrix in matrices if matrix.ndim > 2]:

@@ -94,6 +94,7 @@ def sgd(model: nn.Module, config: SGD, mesh: Mesh) -> list[torch.optim.Optimizer
 
 
 def _adamw(parameters: list[nn.Parameter], config: AdamW) -> torch.optim.AdamW:
+    """Build AdamW, of which parameters without weight decay are a group of their own."""
     return (SplitAdamW if config.masters == "split" else torch.optim.AdamW)(
         _groups(parameters, config),
         lr=config.lr,

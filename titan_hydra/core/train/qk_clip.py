@@ -68,6 +68,9 @@ class Clip:
 
     @torch.no_grad()
     def _scale(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Multiply the weights of each head whose logits were too large by the head's factor; called after an
+        optimizer's step.
+        """
         if not self.factors.numel():  # no step was measured: torch makes one to create the states of an optimizer
             return
         for parameter in (

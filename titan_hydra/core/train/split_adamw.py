@@ -23,6 +23,7 @@ class SplitAdamW(torch.optim.AdamW):
     found_inf: Tensor | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        """Create the state of every parameter in float32."""
         super().__init__(*args, **options)
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -48,6 +48,7 @@ class MemoryTracker(TorchDispatchMode):
     """
 
     def __init__(self, mesh: Mesh):
+        """Begin with nothing held. While `paused`, operators and messages are not counted."""
         super().__init__()
         self.live = self.peak = 0
         self.messages: Counter[str] = Counter()  # bytes along each dimension of the mesh
@@ -80,6 +81,7 @@ class MemoryTracker(TorchDispatchMode):
         return peak
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run an operator, and count its message, if it is a collective, and the storages of its result."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # not counted here: DTensor calls the operator again with local tensors
         result = operator(*args, **(kwargs or {}))
@@ -136,6 +138,9 @@ def counting(counts: list[Counted]) -> Callable[[Trainer, Batch], AbstractContex
 
     @contextmanager
     def watch(trainer: Trainer, batch: Batch) -> Iterator[None]:
+        """Count one step of a trainer: what it holds before, the peak until the update, the gradients then, and the
+        peak after.
+        """
         tracker = MemoryTracker(trainer.mesh)
         parameters = [*trainer.model.parameters(), *trainer.masters.weights.parameters()]
         weights = _held(tracker, [*parameters, *trainer.model.buffers()])
@@ -191,6 +196,8 @@ def tracking(tracker: MemoryTracker) -> Iterator[None]:
     """
 
     def unseen(original: Callable) -> Callable:
+        """Wrap a function of torch so that what it does inside is not counted."""
+
         def propagate(*args: Any) -> Any:
             tracker.paused = True
             try:

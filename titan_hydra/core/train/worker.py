@@ -142,6 +142,7 @@ def _stop_before_training(number: int, frame: object) -> None:
 
 
 def _train(folder: Path, attempt: Path, place: Place) -> None:
+    """Wait for the files that the launcher writes, check the job and its files, set up this rank's world, and train."""
     directory, _ = group_at(folder)
     if place.job or place.torchrun:
         until_seen(layout.CONFIG.of(directory))

@@ -26,6 +26,7 @@ class Fault:
     code: str = ""
 
     def __str__(self) -> str:
+        """Format `key=value: reason`, and what would be legal."""
         line = f"{shown(self.key)}={shown(as_typed(self.value))}: {shown(self.reason, 1000)}"
         legal = self.choices
         if legal == ["[]"]:

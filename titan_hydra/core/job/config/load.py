@@ -254,6 +254,9 @@ def identity(job: Job) -> str:
 
 
 def _identity_part(node: Any) -> dict[str, Any]:
+    """Return the keys of a section that are part of a run's identity. A key that was added later counts only if it
+    differs from its default, so that older runs keep their hash.
+    """
     part: dict[str, Any] = {}
     for spec in dataclasses.fields(node):
         value = getattr(node, spec.name)
@@ -292,6 +295,9 @@ def _changes(key: str, sections: Sections) -> tuple[str, Changes]:
 
 @functools.cache
 def _keys(cls: Any, prefix: str, sections: Sections) -> dict[str, dataclasses.Field[Any]]:
+    """Return all keys below a dataclass by their full names. `sections` lists, for a section whose `name` picks a part,
+    the dataclasses of all its parts.
+    """
     keys = {}
     for spec in dataclasses.fields(cls):
         keys[prefix + spec.name] = spec
@@ -350,6 +356,9 @@ def holder_of(key: str) -> tuple[Any, str]:
 
 @functools.cache
 def _kind(key: str, sections: Sections) -> tuple[Any, Any, str]:
+    """Resolve a key: return its type (None if there is no such key), the dataclass that has it or lacks it, and the
+    name of its last part there.
+    """
     kind, entry, holder, rest = Job, None, Job, key
     for index, part in enumerate(parts := key.split(".")):
         if dataclasses.is_dataclass(kind):

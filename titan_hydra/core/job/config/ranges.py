@@ -32,6 +32,7 @@ class Interval:
         return value in self.also or (_finite(value) and above and below)
 
     def __str__(self) -> str:
+        """Return the interval as messages name it: `at least 1`, `from 0 to 1`, `more than 0 and less than 1, or -1`."""
         low, high = _shown(self.low), _shown(self.high)
         text = f"{'more than' if self.open_low else 'at least'} {low}"
         if self.open_low is self.open_high is False and self.high not in (math.inf, LARGEST):

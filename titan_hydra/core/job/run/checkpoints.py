@@ -109,6 +109,7 @@ def damage(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
 
 
 def _wrong(file: Path, expected: dict[str, Any]) -> str | None:
+    """Return in what a file differs from the size and checksum of the manifest; None if in nothing."""
     try:
         size = file.stat().st_size
         if size != expected["bytes"]:

@@ -74,6 +74,9 @@ def describe(error: BaseException) -> tuple[int, dict[str, Any]]:
 
 
 def _status(error: BaseException, chain: list[BaseException]) -> int:
+    """Return the exit status for the class of an error: that of a RunError, of memory, of a collective's time-out, or
+    of a bug.
+    """
     if isinstance(error, RunError):
         return int(error.status)
     if isinstance(error, SystemExit):
@@ -195,6 +198,9 @@ class Ended:
 
     @classmethod
     def of(cls, attempt: Path, rank: int, recorded: dict[str, Any], seen: dict[str, Any]) -> Ended:
+        """Combine what the rank recorded with what its parent or executor has `seen`; where both know something, the
+        rank's own record counts.
+        """
         error = recorded.get("error")
         if recorded.get("exit_status") in STOPPED:
             error = None

@@ -92,6 +92,7 @@ def to_config(config: DeepSeekV3Config, dtype: torch.dtype) -> dict:
 
 
 def _scaling(yarn: Yarn) -> dict:
+    """Return the fields of config.json for YaRN; the reverse of `_yarn`."""
     if not yarn.temperature:
         raise ConfigError("model.yarn.temperature=0: only a positive one can be converted")
     return {
@@ -125,6 +126,7 @@ def from_config(data: dict, file: Path) -> DeepSeekV3Config:
 
 
 def _yarn(rope: dict, file: Path) -> Yarn:
+    """Return the keys of YaRN from the positions in config.json. Raises ConfigError for a form of it that we lack."""
     if rope["rope_type"] == "default":
         return Yarn()
     temperature = rope.get("mscale_all_dim")

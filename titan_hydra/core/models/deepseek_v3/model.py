@@ -41,6 +41,9 @@ class DeepSeekV3(Decoder):
         return super().embed(tokens)
 
     def run(self, h: Tensor, rotary: Tensor, documents: Tensor | None) -> Tensor:
+        """Apply the blocks and the last norm. In training with multi-token prediction, h also has the embeddings of
+        later tokens, and the outputs of all predictions are returned, one behind the other in the batch.
+        """
         if not self.config.mtp:
             return super().run(h, rotary, documents)
         main, further = self.config.n_layers, self.config.mtp if self.training else 0
@@ -103,6 +106,7 @@ class LatentAttention(nn.Module):
     query_scale = 1.0  # multiplies the queries (core/models/init.py)
 
     def __init__(self, config: DeepSeekV3Config):
+        """Create the projections; queries too go through a latent if q_lora_rank is not 0."""
         super().__init__()
         self.config = config
         queries, rank = config.n_heads * config.head_width, config.kv_lora_rank
@@ -121,6 +125,9 @@ class LatentAttention(nn.Module):
         self.sdpa = SDPA(config.attention)
 
     def forward(self, x: Tensor, rotary: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Compute attention for x [batch, seq, dim]; `rotary` is the table of the rotated parts, `documents` as in
+        SDPA.
+        """
         config, (batch, seq, _) = self.config, x.shape
         # The number of heads is -1: under tensor parallelism the linears return only this rank's heads.
         q = (self.wq_b(self.q_norm(self.wq_a(x))) if config.q_lora_rank else self.wq(x)).view(

@@ -36,6 +36,7 @@ def from_config(data: dict, file: Path) -> Llama3Config:
 
 
 def _scaling(rope: dict) -> RopeScaling:
+    """Return the scaling of rotary positions that a config.json describes; factor 1 is none."""
     if rope["rope_type"] == "default":
         return RopeScaling(factor=1.0)
     return RopeScaling(

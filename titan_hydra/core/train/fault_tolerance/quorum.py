@@ -52,6 +52,9 @@ class Board:
     """
 
     def __init__(self, folder: Path, group: int, groups: int, timeout: float, address: str) -> None:
+        """Join the other groups in `folder`, and begin to beat in a thread. `timeout` is the seconds after which a
+        group whose heartbeat does not change counts as lost.
+        """
         self.folder, self.group, self.groups, self.timeout, self.address = folder, group, groups, timeout, address
         self.life = uuid.uuid4().hex
         self.phase = "starting"  # the phases that follow are "joining" or "training" and, at the end, "left"

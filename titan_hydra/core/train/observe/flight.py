@@ -64,7 +64,12 @@ def record_messages() -> None:
     """
 
     def counted(batch_p2p: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap torch's exchange of messages, so that each of them is numbered and recorded for the flight recorder's
+        dump.
+        """
+
         def exchange(operations: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+            """Send and receive as torch does, and record each message with its number between the two ranks."""
             works = batch_p2p(operations, desc)
             for operation, work in zip(operations, works, strict=False):
                 kind, peer = operation.op.__name__, operation.peer

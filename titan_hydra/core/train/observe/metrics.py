@@ -137,6 +137,9 @@ class Metrics:
     """Collects the rows of a run on every rank and writes them on rank 0."""
 
     def __init__(self, job: Job, run: Run, device: torch.device, resumed_at: int, parameters: int) -> None:
+        """Begin the rows after step `resumed_at` of a model with this number of `parameters`; only rank 0 opens files
+        and trackers.
+        """
         self.job, self.run, self.device, self.clock = job, run, device, Clock(own_time_on(device))
         self.ranks, self.peers = all_ranks(job), peers(job)
         self.tokens_per_step = job.data.global_batch * job.data.seq_len
@@ -300,6 +303,7 @@ class Metrics:
             tracker.close()
 
     def _track(self, row: dict[str, Any]) -> None:
+        """Give a row to every tracker; one that fails gets no more rows."""
         for tracker in list(self.trackers):
             try:
                 tracker.log(row)
@@ -352,6 +356,7 @@ def device_name(device: torch.device) -> str:
 
 
 def console_line(row: dict[str, Any], steps: int) -> str:
+    """Return the line that a step's row prints; `steps` is the number of steps of the job."""
     parts = [
         _step(row, steps),
         f"loss {or_dash(row['loss'], '.4f')} (mean {or_dash(row['loss_mean'], '.4f')})",

@@ -142,6 +142,9 @@ def hook(model: nn.Module, observe: Callable[[str, str, str, Tensor], None]) -> 
 
 
 def _entering(name: str, observe: Callable[..., Any], module: nn.Module, args: tuple) -> tuple | None:
+    """Observe what enters a module and, in the backward, the gradient that leaves it. Returns the arguments to use
+    instead.
+    """
     if not _counts(module):
         return None
     passed = []
@@ -208,6 +211,7 @@ def place_in_time(seen: Observation, index: int, modules: list[str]) -> tuple:
 
 
 def described(when: str, what: str, name: str) -> str:
+    """Return in words which tensor an observation is about, for a message."""
     if when in ("parameter", "gradient"):
         module, _, leaf = name.rpartition(".")
         return f"{'the gradient of ' if when == 'gradient' else ''}parameter {leaf} of module {module} ({name})"

@@ -33,6 +33,7 @@ class Profiler:
     """Records the steps that the keys of `profiling` choose; with profiling=off, no step."""
 
     def __init__(self, config: Profiling, run: Run, device: torch.device, metrics: Metrics, watch: Watchdog) -> None:
+        """Prepare the folder of the traces; `count` is the number of steps that this process has begun."""
         self.config, self.run, self.device, self.metrics, self.clock = config, run, device, metrics, metrics.clock
         self.watch, self.on, self.count = watch, config.name == "on", 0
         self.memory = config.memory and device.type == "cuda"  # whether memory allocations are also recorded
@@ -91,6 +92,7 @@ class Profiler:
             self.stop()
 
     def write(self, profiler: profile) -> None:
+        """Write the trace, the summary and, if it is recorded, the memory's history of the steps that have ended."""
         began, rank = time.perf_counter(), self.run.rank
         trace = self.folder / f"trace_{rank}.json.gz"
         profiler.export_chrome_trace(str(trace))

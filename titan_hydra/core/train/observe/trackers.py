@@ -61,6 +61,9 @@ class WandB:
     name, has = "wandb", 0
 
     def __init__(self, job: Job, run: Run, resumed_at: int) -> None:
+        """Begin or continue the run. What an earlier attempt wrote offline and nobody has sent is written again from
+        the start.
+        """
         import wandb
 
         os.environ.setdefault("WANDB_SILENT", "true")

@@ -67,6 +67,7 @@ class Watchdog:
     """
 
     def __init__(self, job: Job, run: Run) -> None:
+        """Take the time-outs from the job; nothing is watched before the `with` block begins."""
         self.run = run
         self.mesh: Mesh | None = None
         self.timeout, self.first = float(job.comm.init_timeout_seconds), True
@@ -114,6 +115,9 @@ class Watchdog:
             memory.record(False)
 
     def __enter__(self) -> Watchdog:
+        """Receive signals through a pipe that the watchdog's thread reads, as the main thread may be blocked in a
+        collective.
+        """
         self.wakeup_reader, self.wakeup_writer = os.pipe()
         for end in (self.wakeup_reader, self.wakeup_writer):
             os.set_blocking(end, False)
@@ -132,6 +136,9 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        """Add the rank's position to an error, write a dump unless the error is an expected one, and restore the
+        signals.
+        """
         if error is not None:
             cast(Any, error).facts = {
                 "step": self.where.step,
