@@ -153,6 +153,7 @@ def _settings(group: str, file: Path) -> dict[str, Any]:
 
 
 def _key_item(key: str) -> str:
+    """Return the list entry of a key for the reference page: its values, its default, what it changes, and its help."""
     spec = KEYS[key]
     notes = [f"changes {changes_of(key)[1]}"] if spec.metadata["identity"] else ["*not in the hash*"]
     if parts := owners(key):
@@ -173,6 +174,7 @@ def _values_of(key: str) -> str:
 
 
 def _option_item(group: str, file: Path) -> str:
+    """Return the list entry of an option for the reference page: when to choose it, and what it sets."""
     if group == "sweeps":
         cells = "; ".join(load_yaml(file)["sweep"]["cells"])
         return _wrap(f"- **+sweeps={file.stem}**: {when(file)} Cells: {cells}.", PAGE_WIDTH, "", "  ")
@@ -216,6 +218,7 @@ def _is_group(spec: dataclasses.Field[Any]) -> bool:
 
 
 def _flatten(node: dict[str, Any], prefix: str) -> typing.Iterator[tuple[str, Any]]:
+    """Yield (key, value) of all values of a YAML file, and (group, option) of its defaults list."""
     for key, value in node.items():
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{key}.")

@@ -85,6 +85,9 @@ def _split_at_blanks(parts: list[str]) -> str:
 
 
 def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
+    """Return the line that says what is wrong with an override; None if nothing is. `own` says whether the user's
+    modules may add keys that are not known yet.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

@@ -159,6 +159,9 @@ def _composition() -> tuple[Callable[[list[str]], Any], list[Path]]:
 def _compose_cell(
     compose: Callable[[list[str]], Any], name: str, file: list[str], own: list[str], typed: list[str]
 ) -> Composed:
+    """Compose a cell from the overrides of the sweep file, of the cell itself and of the command line, the later ones
+    count. Return it with the overrides that compose it again.
+    """
     config = compose([*file, *own, *typed])
     if wrong := _typed(config, file):
         raise ConfigError("\n".join(wrong))

@@ -43,6 +43,7 @@ class Line:
 
         @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
         def compose(config: DictConfig, overrides: list[str] | None = None, question: Question | None = None) -> None:
+            """Collect a composed configuration (of each cell, with -m), or the question of a search."""
             if question:
                 self.questions.append(question)
                 return

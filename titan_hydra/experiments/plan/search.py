@@ -178,6 +178,7 @@ def _layouts(job: Job) -> Iterator[Job]:
 
 
 def _schedules(job: Job) -> Iterator[Job]:
+    """Yield the job with each pipeline schedule, and with each number of stages per rank that its blocks allow."""
     for kind in PIPELINE_SCHEDULES.values():
         for chunks in (kind.stages_per_rank,) if kind.stages_per_rank else CHUNKS:
             if not kind.from_file and chunks * job.parallelism.pp <= job.model.n_layers:

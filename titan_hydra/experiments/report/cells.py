@@ -359,8 +359,8 @@ def error_of(values: list[float]) -> float | None:
 
 
 def gather(selection: Selection) -> list[ReportCell]:
-    entries: list[dict[str, Any]] = selection.sweep.get("cells", [{}] * len(selection.cells))
-    repeats = [bool(entry.get("repeat")) for entry in entries]
+    """Read the cells of a selection, each with its state now and whether it repeats the baseline."""
+    repeats = [bool(entry.get("repeat")) for entry in selection.sweep.get("cells", [{}] * len(selection.cells))]
     now_of = inspect_all([chosen.directory for chosen in selection.cells])
     return [
         replace(read_cell(chosen, now), repeat=repeat)

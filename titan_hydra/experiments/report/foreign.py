@@ -131,6 +131,7 @@ def foreign_cells(files: Sequence[Path]) -> list[ForeignCell]:
 
 
 def _cells_of(file: Path) -> list[ForeignCell]:
+    """Read the runs in a log of another program; FILE.yaml beside it may state what the log does not tell."""
     if file.is_dir() and is_run(file):
         raise ConfigError(f"{file}: is a run of this program; --with takes those of others")
     beside = Path(f"{file}.yaml")
@@ -215,6 +216,7 @@ def foreign_rows(cells: Sequence[ForeignCell], baseline: ReportCell) -> tuple[li
 
 
 def _note(cell: ForeignCell, losses: str | None, speed: str | None) -> str:
+    """Return the line that says where a foreign row comes from, and why its losses or rates are not compared."""
     parts = [f"a run of another program ({cell.program}, {cell.directory.name})"]
     parts += [f"its steps go back {counted(cell.backs, 'time')}, and later rows count"] if cell.backs else []
     parts += cell.damage

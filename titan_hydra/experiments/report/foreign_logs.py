@@ -178,6 +178,7 @@ def _log(file: Path) -> ForeignLog:
 
 
 def _nothing(file: Path, log: ForeignLog) -> str:
+    """Return the message for a file in which no row of a run was recognized."""
     if log.damage:
         return f"{file}: no row of a run: {log.damage[0]}"
     if not file.stat().st_size:

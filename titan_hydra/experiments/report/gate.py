@@ -55,6 +55,7 @@ class GateCheck:
     reason: str | None = None  # why the check could not be made, or what it rests on
 
     def __str__(self) -> str:
+        """Return a line: passed or missed, the check, the cell, the value and what is allowed."""
         parts = [self.name, self.cell, self.reason if self.value is None else f"{self.value:.6g}"]
         if self.value is not None:
             parts += [f"at most {self.allowed:.6g}", self.reason]

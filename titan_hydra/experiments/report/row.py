@@ -234,6 +234,7 @@ def _beside_loss(name: str, row: ReportRow) -> float | None:
 
 
 def _change(row: ReportRow) -> str | None:
+    """Format the change of the loss to the baseline with its error, and mark one that may be noise."""
     if row.change is None:
         return None
     value, error = row.change

@@ -33,6 +33,7 @@ def read_keys(cls: Any, file: Path) -> Any:
 
 
 def _content(file: Path) -> Any:
+    """Return the content of a YAML file. Raises ConfigError if it cannot be read."""
     from titan_hydra.core.base.private import get_yaml_loader
 
     try:

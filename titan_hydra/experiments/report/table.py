@@ -187,6 +187,7 @@ class Report:
         ]
 
     def _states(self) -> list[str]:
+        """Return notes about rows that are not done, that failed, that are damaged, or whose layout changed."""
         notes = []
         for row in self.rows:
             cell, steps = row.cell, row.cell.config.get("steps")
@@ -214,6 +215,7 @@ class Report:
         return notes
 
     def _noise(self) -> list[str]:
+        """Return the explanation of each mark of doubt that a row carries, and notes about machines that were shared."""
         notes, doubts = [], {row.doubt for row in self.rows}
         if NOISE in doubts:
             noise = "twice a mean's standard error" if self.over else "the larger of the two IQRs"
@@ -250,6 +252,7 @@ class Report:
         ]
 
     def _drift(self) -> list[str]:
+        """Return how far the repeated baseline is from the first: differences of this size may come from the nodes."""
         reference, notes = self.baseline.cell.rate, []
         for cell in self.repeats:
             if cell.rate and reference:
@@ -266,6 +269,7 @@ class Report:
         return [f"experts are balanced by force, so nothing was learned: {', '.join(forced)}"] if forced else []
 
     def _mixed(self) -> list[str]:
+        """Return a note for each key in which rows differ, with the comparisons that this excludes."""
         notes = []
         for difference in self.found:
             lost, held_out = [], difference.key in compare.HELD_OUT

@@ -93,6 +93,7 @@ def train_tokenizer(args: argparse.Namespace) -> int:
 
 
 def _trained(args: argparse.Namespace) -> int:
+    """Train a tokenizer on the texts, write it as a tokenizer.model, and check that tiktoken encodes a sample alike."""
     merges = args.vocab - 256 - len(tokenizers_of_jobs.LLAMA3_SPECIALS)
     if merges < 0:
         raise ConfigError(
@@ -125,6 +126,7 @@ def encode_text(args: argparse.Namespace) -> int:
 
 
 def _encoded(args: argparse.Namespace) -> int:
+    """Encode the texts into a .bin file and its header. The file has another name until it is complete."""
     if args.workers < 1:
         raise ConfigError(f"--workers={args.workers}: at least 1")
     config = _tokenizer_config(args.tokenizer)
@@ -182,6 +184,7 @@ def _texts(args: argparse.Namespace, bad: BadShards) -> Iterator[Piece]:
 
 
 def _pieces(file: Path, text_key: str, bad: BadShards) -> Iterator[Piece]:
+    """Yield the texts of a file; a long text in pieces."""
     if is_long(file):
         yield from (piece for _, piece in LongText(file).pieces())
         return
@@ -193,6 +196,7 @@ def _pieces(file: Path, text_key: str, bad: BadShards) -> Iterator[Piece]:
 
 
 def _train(texts: Iterable[str], size: int) -> Any:
+    """Train byte-level BPE with `size` tokens, which splits text as Llama 3 does."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -274,6 +278,7 @@ def _encode_batch(pieces: list[Piece]) -> tuple[bytes, int]:
 
 
 def _batches(texts: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Group texts into batches of about BATCH_CHARACTERS characters, one for each call of a worker."""
     batch, size = [], 0
     for piece in texts:
         batch.append(piece)
@@ -286,6 +291,7 @@ def _batches(texts: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def _progress() -> Any:
+    """Return a progress bar on stderr that counts documents and tokens."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

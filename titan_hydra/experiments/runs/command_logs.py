@@ -150,6 +150,7 @@ class Tail:
     """Prints a log (all of it, or only its last lines), and then whatever is appended to it."""
 
     def __init__(self, path: Path, lines: int | None = None) -> None:
+        """Open a log; with `lines`, print its last lines and go on behind them."""
         self.path, self.file = path, open_plain(path)
         weakref.finalize(self, self.file.close)
         self.decode = codecs.getincrementaldecoder("utf-8")("replace").decode

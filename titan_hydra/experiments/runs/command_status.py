@@ -309,6 +309,7 @@ def next_steps(rows: list[RunRow], runs: str, target: str) -> Iterable[tuple[str
 
 
 def _as_json(row: RunRow) -> dict[str, Any]:
+    """Return everything that is known about a run as JSON values: the columns of the table, and more."""
     state, failure, job = row.state, row.state.failure, row.state.job
     return {column.name: column.value(row) for column in COLUMNS} | {
         "directory": str(row.directory),

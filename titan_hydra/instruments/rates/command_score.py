@@ -121,6 +121,7 @@ def _memories(rows: list[Scored]) -> tuple[str, str]:
 
 
 def _as_json(scored: Scored) -> dict[str, Any]:
+    """Return a predicted row as JSON values."""
     return {
         "id": scored.row["id"],
         "source": scored.row.get("source"),

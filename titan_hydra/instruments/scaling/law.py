@@ -163,6 +163,9 @@ class Problem:
     """
 
     def __init__(self, ladder: Ladder) -> None:
+        """Centre the logarithms of N and D, and bound the unknowns (log E; term and exponent of N; term and exponent of
+        D).
+        """
         import numpy as np
 
         self.ladder = ladder

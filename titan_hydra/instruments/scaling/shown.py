@@ -153,6 +153,7 @@ def backtest_part(largest: LeftOut, others: Sequence[LeftOut]) -> ScalePart:
 
 
 def _left_out_row(left_out: LeftOut) -> tuple[str, ...]:
+    """Return a row of the table of runs that were left out and predicted."""
     name = f"{brief(left_out.parameters)} on {brief(left_out.tokens)}"
     predicted = with_interval(left_out.predicted, ".4f")
     return (
@@ -166,6 +167,7 @@ def _left_out_row(left_out: LeftOut) -> tuple[str, ...]:
 
 
 def _left_out_json(left_out: LeftOut) -> dict[str, Any]:
+    """Return a run that was left out and predicted, as JSON values."""
     about = {
         "parameters": left_out.parameters,
         "tokens": left_out.tokens,

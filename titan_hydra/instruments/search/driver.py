@@ -109,6 +109,7 @@ class Driver:
     """Draws, starts and awaits the trials of a plan, until nothing is left to do."""
 
     def __init__(self, plan: SearchPlan) -> None:
+        """Open the journal, and restore it from the runs if it lacks what they have."""
         self.plan, self.search = plan, plan.search
         self.journal = mended_journal(
             plan.folder, plan.directions, lambda run: plan.value(plan.runs / run), plan.space, plan.search

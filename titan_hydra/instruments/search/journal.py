@@ -56,6 +56,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path, directions: Sequence[str] = ("minimize",)) -> None:
+        """Open the study, or create it. Raises JournalDamaged if its lines cannot be replayed."""
         import optuna
         from optuna.storages import JournalStorage
 
@@ -90,6 +91,7 @@ class Journal:
         return None if values is None else self._add(space, values)
 
     def _add(self, space: Space, values: dict[str, Any]) -> SearchTrial:
+        """Record a new trial with these values, and return it."""
         from optuna.trial import TrialState, create_trial
 
         frozen = create_trial(
@@ -265,6 +267,7 @@ def _lengths(run: Path) -> dict[int, str]:
 
 
 def _read(frozen: Any) -> SearchTrial:
+    """Turn a trial of Optuna into ours."""
     attrs = frozen.user_attrs
     runs = {int(name.split()[1]): run for name, run in attrs.items() if name.startswith("run ")}
     state = {"COMPLETE": COMPLETE, "PRUNED": PRUNED, "FAIL": FAILED}.get(frozen.state.name, OPEN)

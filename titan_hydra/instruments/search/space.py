@@ -138,6 +138,7 @@ def space_of(swept: list[Override]) -> Space:
 
 
 def _dimension(override: Override) -> Dimension:
+    """Read a swept override: a list of values, or an interval. Raises ConfigError with what is wrong with it."""
     from hydra.core.override_parser.types import IntervalSweep, QuotedString
 
     key, typed, sweep = override.get_key_element(), override.input_line, override.value()

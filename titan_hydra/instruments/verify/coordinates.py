@@ -95,6 +95,7 @@ def activations(trainer: Trainer, batch: Batch) -> Activations:
 
 
 def _watched(model: Any, job: Job) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules whose outputs are measured, each with its kind."""
     yield "embedding", model.tok_embeddings
     for block in family_of(job.model).blocks(model).values():
         yield "attention", block.attention

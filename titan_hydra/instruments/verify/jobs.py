@@ -275,6 +275,7 @@ def proof_text(proof: Proof, folder: Path | None) -> Iterator[str]:
 
 
 def _prediction_text(prediction: dict[str, Any]) -> str:
+    """Return the prediction that a proof holds, in one line."""
     if prediction.get("memory_gib") is None:
         return f"nothing: {prediction['reason']}"
     low, high = prediction["memory_gib_band"]

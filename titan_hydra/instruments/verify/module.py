@@ -77,6 +77,9 @@ class Training:
         dtype: torch.dtype | None = None,
         seed: int | None = None,
     ):
+        """Build the model from a fixed seed, with the mesh if one is given. `seed` moves the last bits of the weights
+        at random, to measure what rounding alone changes.
+        """
         torch.manual_seed(0)
         self.subject, self.mesh, self.dtype = subject, mesh, dtype
         model = subject.model().train()
@@ -207,6 +210,7 @@ def _train_reference(device: torch.device, folder: str, jobs: list[tuple[str, in
 
 
 def _train_alone(subject: Subject, steps: int, dtype: torch.dtype | None, seed: int | None = None) -> Trace:
+    """Train a subject in one process, and return its losses, norms, first gradients and weights."""
     training = Training(subject, dtype=dtype, seed=seed)
     trace = Trace([], [], {}, training.tensors(lambda parameter: parameter), {}, [], {})
     for step in range(1, steps + 1):

@@ -100,6 +100,7 @@ def end_with_caller() -> None:
 
 
 def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folder: str, jobs: list[Any]) -> None:
+    """Run `function` as one rank. An error is left as a file in the folder, for the process that waits for the ranks."""
     end_with_caller()
     os.dup2(2, 1)  # the output of a rank's libraries, such as gloo, does not belong to the command's output
     logging.getLogger("torch").setLevel(logging.ERROR)  # warnings, which runs show too, would stand between the cases

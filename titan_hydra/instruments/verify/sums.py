@@ -31,6 +31,10 @@ def reductions(trainer: Trainer | None = None) -> Iterator[tuple[list[torch.dtyp
     }
 
     def noting(reduce: Callable[..., Any], dtypes: list[torch.dtype], shapes: set[torch.Size]) -> Callable[..., Any]:
+        """Wrap a collective so that it records the dtype in which it sums; with `shapes`, only of tensors of these
+        shapes.
+        """
+
         def noted(*given: object, **named: object) -> object:
             summed = next(value for value in (*given, *named.values()) if isinstance(value, torch.Tensor))
             if not shapes or summed.shape in shapes:

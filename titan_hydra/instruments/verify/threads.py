@@ -47,6 +47,9 @@ class RankTurns:
     """Lets one thread run at a time. Only the thread that has the turn calls these methods."""
 
     def __init__(self, ranks: int):
+        """Begin with the turn of no thread. `gates` block the threads that wait, `ready` are the ranks that can
+        continue, `meetings` the collectives for which some ranks have not come yet.
+        """
         self.gates = [threading.Semaphore(0) for _ in range(ranks)]
         self.ready = deque(range(ranks))
         self.ended: set[int] = set()
@@ -162,6 +165,8 @@ def as_threads(ranks: int, task: Callable[[], None]) -> None:
     turns, store = RankTurns(ranks), dist.HashStore()
 
     def rank_of_world(rank: int) -> Callable[[], None]:
+        """Return what the thread of a rank runs: the task in a process group of its own."""
+
         def start() -> None:
             dist.init_process_group("threaded", store=store, rank=rank, world_size=ranks)
             try:

@@ -363,6 +363,7 @@ def _run_references(device: torch.device, folder: str, jobs: list[tuple[str, Cas
 
 
 def _run_cases(device: torch.device, folder: str, jobs: list[tuple[int, Case, dict]]) -> None:
+    """Train each case on the ranks of its layout, and write how far it is from its reference."""
     # Meshes are reused: each gloo group has a thread that wakes up a hundred times a second, so hundreds of groups
     # would slow down the cases.
     meshes: dict[tuple, Mesh] = {}

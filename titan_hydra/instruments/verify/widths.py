@@ -158,6 +158,7 @@ def best_rate(losses: dict[float, float]) -> float:
 
 
 def _about(check: SizeCheck) -> dict[str, Any]:
+    """Return the fields that both results have: what was varied, and the job."""
     job = check.job
     return {
         "what": check.what,
@@ -171,6 +172,7 @@ def _about(check: SizeCheck) -> dict[str, Any]:
 
 
 def _show_coordinates(check: SizeCheck, result: dict[str, Any]) -> None:
+    """Print how each kind of activation changes with the size, and whether it is flat."""
     rows = [
         [
             kind,
@@ -188,6 +190,7 @@ def _show_coordinates(check: SizeCheck, result: dict[str, Any]) -> None:
 
 
 def _show_rates(check: SizeCheck, result: dict[str, Any]) -> None:
+    """Print the losses at each learning rate and size, and whether the best rate stays the same."""
     rows = [
         [str(of_size["size"]), *(f"{loss:.4f}" for loss in of_size["losses"]), f"{of_size['best']:.3g}"]
         for of_size in result["sizes_at_rates"]

@@ -84,6 +84,7 @@ def conversation(messages: list[Any], row: dict[str, Any]) -> Conversation:
 
 
 def _system(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the system message of a row, which may stand under several keys. Raises ValueError if they differ."""
     texts_by_key = {key: row[key] for key in SYSTEM if row.get(key) is not None}
     for key, text in texts_by_key.items():
         if not isinstance(text, str):

@@ -23,6 +23,9 @@ class SupervisedFineTuning(Language):
         }
 
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
+        """Return tokens and labels of the samples. The first token of a document is no label, as no token of it is
+        before.
+        """
         tokens, trained, documents = (
             np.stack([sample[name] for sample in samples]) for name in ("tokens", "trained", "documents")
         )

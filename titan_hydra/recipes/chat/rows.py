@@ -121,6 +121,7 @@ class Chat:
     separators = (None, None)  # no separator tokens, as `documents` numbers the documents
 
     def __init__(self, key: str, reader: ConversationReader, wanted: Wanted, seed: int):
+        """Open the rows. They are packed window by window, and each slot remembers where it is."""
         self.key, self.reader, self.seq_len, self.seed, self.bad = (
             key,
             reader,
@@ -138,6 +139,9 @@ class Chat:
         self.signature = {"conversations": len(reader.lines)} | reader.signature
 
     def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
+        """Return a sample by its number, which is not below that of the slot's last one: windows are packed until one
+        has it.
+        """
         window, first = self.places[slot]
         empty = 0
         while number >= first + len(samples := self.packed(window)):
@@ -288,6 +292,7 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, noun: str
     value, refused = source.chat_template, list[str]()
 
     def read(lines: Records | HubRecords) -> Iterator[str | BadRow]:
+        """Yield the texts of the first rows, or BadRow for a row that the template cannot print."""
         for number in range(min(len(lines), unknown.ROWS)):
             where = f"row {number + 1}"
             try:

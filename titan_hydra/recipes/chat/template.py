@@ -320,6 +320,9 @@ def special_names(config: schema.Tokenizer) -> dict[str, str]:
 
 
 def _read(key: str, name: str) -> str:
+    """Return the text of a template: one of the package by its name, or a file. Raises ConfigError if it cannot be
+    read.
+    """
     file = BUILT_IN.get(name, home(name))
     try:
         if file.exists() and not file.is_file():

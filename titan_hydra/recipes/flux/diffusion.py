@@ -34,6 +34,7 @@ class Diffusion(Objective):
         self.model: Any = job.model  # the model section of a family that takes latents
 
     def blank_sample(self) -> Sample:
+        """Return a sample of zeros, of the same shapes."""
         model = self.model
         side = model.latent_side(self.job.data.seq_len)
         latents = np.zeros((model.channels, side, side), np.float32)
@@ -56,6 +57,7 @@ class Diffusion(Objective):
         return torch.tensor(batch["latents"].numel(), device=batch["latents"].device)
 
     def inputs(self, batch: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """Return the latents mixed with noise according to the time, and what else the model takes."""
         dtype, time = getattr(torch, self.job.precision.compute_dtype), batch["time"][:, None, None]
         mixed = (1 - time) * batch["latents"] + time * batch["noise"]
         others = {name: batch[name].to(dtype) for name in ("text", "pooled")} | {

@@ -21,6 +21,9 @@ class Encoders:
     """
 
     def __init__(self, folder: Path, device: torch.device):
+        """Load the models of a folder. `scale` and `shift` normalize latents; `factor` is the pixels of a latent's
+        side.
+        """
         try:
             import diffusers
             import transformers

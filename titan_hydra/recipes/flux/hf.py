@@ -66,6 +66,9 @@ class FluxNames(HuggingFace):
         return replace(self, double_layers=config.double_layers)
 
     def name(self, fqn: str) -> str:
+        """Return the name in FLUX's files of a tensor; double-stream blocks and single-stream blocks are numbered
+        apart.
+        """
         module, _, leaf = fqn.rpartition(".")
         if not module.startswith("layers."):
             return f"{self.names[module]}.{leaf}"

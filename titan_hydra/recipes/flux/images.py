@@ -74,6 +74,7 @@ class CaptionedImages(Numbered):
         dropout: float,
         split: str,
     ):
+        """Take the examples. `dropout` is the share of samples that are trained with the empty caption."""
         self.read, self.size, self.empty, self.seed, self.shuffle = read, size, empty, seed, shuffle
         self.dropout, self.held_out = dropout, split != "train"
         self.signature = {"images": size}

@@ -25,6 +25,7 @@ class Flux(nn.Module):
     """Maps noisy latents [batch, tokens, patch_width] to their velocity, of the same shape."""
 
     def __init__(self, config: FluxConfig, seq_len: int):
+        """Create the model. `guidance_in` is for models that are distilled from guidance; others have None."""
         super().__init__()
         self.config = config
         self.img_in = nn.Linear(config.patch_width, config.dim)
@@ -155,6 +156,9 @@ class DoubleBlock(nn.Module):
         self.attention = FluxAttention(config)
 
     def forward(self, image: Tensor, words: Tensor, vector: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Return image and text after joint attention and a feed-forward each. `vector` gives the modulation: shift,
+        scale and gate before attention (0 to 2) and before the feed-forward (3 to 5).
+        """
         ours, theirs = self.modulation(vector), self.txt_modulation(vector)
         lengths = words.shape[1], image.shape[1]
         first, then = rotary.split(lengths, dim=1)

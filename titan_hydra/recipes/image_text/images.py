@@ -127,6 +127,9 @@ class TarRows:
 
 
 def _members(file: Path, most: int | None) -> list[tuple[Path, str, dict[str, tuple[int, int]]]]:
+    """Return the samples of a tar: its file, its name, and for each suffix the offset and size of that member's bytes.
+    Members of one sample stand one behind the other, and have one name up to the first dot.
+    """
     rows: list[tuple[Path, str, dict[str, tuple[int, int]]]] = []
     with tarfile.open(file, "r:") as tar:
         for member in islice(tar, most):
@@ -286,6 +289,10 @@ class ImageSamples(Chat):
         self.signature |= {"objective.patches": self.patches}
 
     def _filled(self, together: list[Any]) -> dict[str, np.ndarray]:
+        """Return the arrays of a packed sample, with the patches of all its images one behind the other: for each patch
+        its row, its column and the image's rows and columns (`cells`), its image's number (`images`), and for each
+        token of an image the number of its patch (`places`).
+        """
         arrays = empty_images(self.seq_len + 1, self.patches, self.side)
         begin, first, number = 0, 0, 0
         for turns in together:

@@ -57,6 +57,7 @@ class Tower(nn.Module):
     """Replaces the embeddings at images' tokens by the features of their patches."""
 
     def __init__(self, config: Vision, dim: int):
+        """Create the tower. Its output has the width `dim` of the decoder."""
         super().__init__()
         self.grid = config.grid
         self.patches = nn.Linear(3 * config.patch**2, config.dim)
@@ -106,6 +107,7 @@ class TowerBlock(nn.Module):
     """Attention within each image, then a feed-forward, each after a LayerNorm and added to the stream."""
 
     def __init__(self, config: Vision):
+        """Create a block; attention is not causal."""
         super().__init__()
         self.heads, self.sdpa = config.n_heads, SDPA("auto", causal=False)
         self.attention_norm, self.ffn_norm = (nn.LayerNorm(config.dim, eps=EPS) for _ in range(2))

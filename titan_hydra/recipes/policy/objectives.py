@@ -90,6 +90,9 @@ class Preference(Likelihood):
         return batch["pairs"].sum()
 
     def loss(self, output: Tensor, batch: Tensors) -> Tensor:
+        """Return the summed loss of the pairs. Documents alternate: the preferred answer of a pair, then the rejected
+        one; `pairs` says which pairs of documents a sample has.
+        """
         # float64, as the loss depends on a small difference between sums in the hundreds
         grown = (self.log_probabilities(output, batch) - batch["reference"]).double()
         samples, per_sample = grown.shape[0], 2 * batch["pairs"].shape[1]
@@ -128,6 +131,7 @@ class ClippedPolicy(Likelihood):
             self.columns += ("kl_reference",)
 
     def loss(self, output: Tensor, batch: Tensors) -> Tensor:
+        """Return the negated sum of the clipped gains, with the columns that describe how far the policy has moved."""
         keys, advantages, counts = self.keys, batch["advantages"], batch["labels"] != IGNORED
         logs = self.log_probabilities(output, batch)
         moved = logs - batch["old_logprobs"]

@@ -235,6 +235,7 @@ def faults_of_rollouts(key: str, source: RowSource, job: schema.Job) -> Iterator
     """Yield what is wrong with the first rollouts. Imports no torch."""
 
     def read(lines: Records | HubRecords) -> Iterator[Turns | BadRow]:
+        """Yield the first rows as rollouts, or as BadRow."""
         for number in range(min(len(lines), ROWS)):
             where = f"row {number + 1}"
             try:

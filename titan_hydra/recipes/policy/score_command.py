@@ -57,6 +57,7 @@ def of_rollouts(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace, rows: str, score: Callable[..., int]) -> int:
+    """Score the rows of a file into a new file, and print their number."""
     if not args.file.is_file():
         raise ConfigError(f"{args.file}: no such file")
     if args.out.exists():

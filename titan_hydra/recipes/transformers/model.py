@@ -32,6 +32,9 @@ class Transformers(nn.Module):
     """
 
     def __init__(self, config: TransformersConfig, seq_len: int):
+        """Build transformers' model, and take its parts: embedding, blocks, norm and head, under this package's names.
+        Raises ConfigError for a model that is built otherwise.
+        """
         super().__init__()
         self.config, self.seq_len = config, seq_len
         library = build_library_model(config)
@@ -141,6 +144,8 @@ def mask_documents(library: Any) -> None:
 
 
 def _with_positions(make: Any) -> Any:
+    """Wrap a function that makes masks so that it gets the positions of packed documents, if none are given."""
+
     @wraps(make)
     def made(*args: Any, **options: Any) -> Any:
         if options.get("position_ids") is None:

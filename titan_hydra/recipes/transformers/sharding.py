@@ -92,6 +92,7 @@ class PlainWeights(ParallelStyle):
         self.reduce_dtype, self.gradient, self.split = reduce_dtype, gradient, split or gradient is None
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Distribute the weights, and change the module's class to one that shows its forward plain tensors."""
         placement = Shard(0) if self.split else Replicate()
         for name, weight in list(module.named_parameters(recurse=False)):
             held = distribute_tensor(weight, mesh, [placement], src_data_rank=None)

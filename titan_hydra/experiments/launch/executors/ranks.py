@@ -78,6 +78,9 @@ class LocalRanks:
     next_look = 0.0  # time (by time.monotonic) of the next look at other runs
 
     def __init__(self, directory: Path, attempt: Path, ranks: int, leases: list[int]) -> None:
+        """Prepare the ranks. `limit` is the time at which cluster.time_minutes ends, `warning` the time to ask the
+        ranks to save.
+        """
         self.directory, self.attempt, self.leases = directory, attempt, leases
         config = layout.CONFIG.read(directory)
         self.tolerance = config.get("fault_tolerance", {"name": "off", "replicas": 1})
