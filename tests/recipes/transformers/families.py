@@ -1,25 +1,19 @@
 """Tiny models of transformers' families, and ranks that trace them. Imported by ranks, too."""
 
 import dataclasses
-import itertools
 import json
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
 
-from titan_hydra.core import data
 from titan_hydra.core.job.config import from_dict, to_dict
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.models.hf import hf_of
-from titan_hydra.core.train.objectives.language import IGNORED
 from titan_hydra.experiments.compose.compose import compose_job
 from titan_hydra.instruments.verify.case import Case
 from titan_hydra.instruments.verify.processes import spawn_ranks
-from titan_hydra.instruments.verify.verify import trace, vary
-from titan_hydra.recipes.transformers.known import library_config
+from titan_hydra.instruments.verify.reference import Trace
+from titan_hydra.instruments.verify.verify import trace
 
 SMALL = {
     "vocab_size": 256,
@@ -88,44 +82,14 @@ def job(folder: Path, *overrides: str) -> Job:
     return compose_job(*JOB, f"model.path={folder}", *overrides)
 
 
-def in_float64(job: Job, start: dict[str, torch.Tensor], case: Case = CASE) -> tuple[float, float, dict]:
-    """Return loss, gradient norm and gradients of the first step, from transformers' own code in one process, in float64,
-    with its plainest attention, and for each document by itself. `start` has our initial weights.
-    """
-    theirs = library_config(job.model)
-    theirs._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(theirs, dtype=torch.float64, attn_implementation="eager")
-    names = {name: hf_of(job.model).name(name) for name in start}
-    missing, unexpected = model.load_state_dict(
-        {names[name]: tensor.double() for name, tensor in start.items()}, strict=False
-    )
-    assert not unexpected
-    assert not set(missing) - {"lm_head.weight"}
-    model.tie_weights()
-    loader = data.build(job, 0, 1)
-    batch = vary(loader.next(), case, 1, job.data.global_batch, first=0)
-    loader.close()
-    model.train()
-    summed, labels = torch.zeros((), dtype=torch.float64), batch["labels"]
-    for number, tokens in enumerate(batch["tokens"]):
-        begins = (batch["positions"][number] == 0).nonzero().flatten().tolist() if "positions" in batch.tensors else [0]
-        for begin, end in itertools.pairwise([*begins, len(tokens)]):
-            logits = model(input_ids=tokens[None, begin:end], use_cache=False).logits[0]
-            summed = summed + F.cross_entropy(logits, labels[number, begin:end], ignore_index=IGNORED, reduction="sum")
-    loss = summed / (labels >= 0).sum()
-    loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    found = {name: gradients[other] for name, other in names.items()}
-    return loss.item(), torch.stack([grad.square().sum() for grad in found.values()]).sum().sqrt().item(), found
-
-
-def differences(found: dict, expected: tuple[float, float, dict]) -> dict[str, float]:
-    """Return relative differences of a trace's first step: of loss, norm, and each gradient, largest first."""
-    loss, norm, gradients = expected
+def differences(found: dict, expected: Trace) -> dict[str, float]:
+    """Return relative differences: of loss and norm in all steps, and of each gradient in the first step, largest first."""
+    gradients, norm = expected.gradients, expected.norms[0]
     assert found["gradients"].keys() == gradients.keys()
     own = {
         name: ((found["gradients"][name].double() - right).norm() / right.norm().clamp(min=1e-12 * norm)).item()
         for name, right in gradients.items()
     }
-    own |= {"loss": abs(found["losses"][0] / loss - 1), "norm": abs(found["norms"][0] / norm - 1)}
+    for name, values in (("losses", expected.losses), ("norms", expected.norms)):
+        own[name] = max(abs(one / right - 1) for one, right in zip(found[name], values, strict=True))
     return dict(sorted(own.items(), key=lambda item: -item[1]))

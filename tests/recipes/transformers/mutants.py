@@ -12,6 +12,10 @@ OF_THE_HUB = f"{FOLDERS}::test_random_weights_are_exported_in_the_names_of_the_h
 STAGES = "tests/recipes/transformers/test_pipeline.py::test_two_masks_and_two_rotary_tables_reach_every_stage"
 FORMAT = f"{TESTS}::test_a_folder_is_read_and_written_in_its_own_format"
 KEYS = f"{TESTS}::test_keys_replace_what_config_json_says"
+PLANNED, REDUCED = (
+    f"{TESTS}::test_plan_counts_what_blocks_keep",
+    f"{TESTS}::test_a_proof_compares_one_process_with_transformers_in_float64",
+)
 
 # fmt: off
 OF_TRANSFORMERS = [
@@ -36,6 +40,16 @@ OF_TRANSFORMERS = [
            "Each stage normalizes what it sends.", (), (STAGES,)),
     Mutant("a stage begins at the first block's place", "transformers", MODEL, "if str(number) not in self.layers:",
            "if str(number % len(self.layers)) not in self.layers:", "Blocks of other stages are computed.", (), (STAGES,)),
+    Mutant("masks do not separate documents", "transformers", MODEL, 'getattr(PACKED, "positions", None)', "None",
+           "Documents of gpt-oss see each other.", (), (GRADIENTS,)),
+    Mutant("gradients of routers and norms are summed over tensor ranks", "transformers", "recipes/transformers/sharding.py",
+           "Partial() if of_heads else Replicate()", "Partial()", "They are as many times too large.", (), (GRADIENTS,)),
+    Mutant("the reference computes packed documents as one", "transformers", "recipes/transformers/exact.py", "tokens.split(lengths)",
+           "tokens.split(len(tokens))", "What separates documents in no run is not found.", (), (GRADIENTS,)),
+    Mutant("a proof's window hides nothing", "transformers", CONFIG, "min(content[name], most)", "content[name]",
+           "A fault in windows is not found.", (), (REDUCED,)),
+    Mutant("weights are planned as activations", "transformers", "recipes/transformers/kept.py", " if storage not in beside", "",
+           "Planned memory is too large.", (), (PLANNED,)),
     Mutant("a lost kind of blocks", "transformers", "recipes/transformers/known.py", "first_kinds[: layers - len(lost)] + lost", "first_kinds",
            "A shortened model has only the first kinds of blocks.", (), (KEYS,)),
 ]

@@ -5,27 +5,40 @@ a layout cannot keep them.
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.recipes.transformers.families import FAMILIES, differences, folder_of, in_float64, job, traced
+from tests.recipes.transformers import table
+from tests.recipes.transformers.families import CASE, FAMILIES, JOB, differences, folder_of, job, traced
+from titan_hydra import cli
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.checkpoint.convert import export_hf
 from titan_hydra.core.job.config import identity, to_dict
+from titan_hydra.core.job.freeze import freeze
+from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.run.checkpoints import newest
 from titan_hydra.core.models import build
 from titan_hydra.core.models.init import init_weights
 from titan_hydra.core.parallel import loss_head
+from titan_hydra.experiments.compose.compose import compose_unchecked
+from titan_hydra.experiments.plan.command_plan import proof
+from titan_hydra.experiments.plan.predict import predict
+from titan_hydra.experiments.plan.shape import NotPredictable
+from titan_hydra.instruments.verify.reduce import job_pairs, reduced
+from titan_hydra.instruments.verify.verify import exact
+from titan_hydra.recipes.transformers.config import PROVEN
 
 QUICK = ("gpt_oss",)  # windows, experts, sinks, biases
 TP = "parallelism.sequence_parallel=false"
 ONE = ("parallelism=single", "data.local_batch=8")
+FSDP = ("parallelism=fsdp", "data.local_batch=4")
 LAYOUTS = {  # by the number of ranks
     1: {"single": ONE},
     2: {
-        "fsdp 2": ("parallelism=fsdp", "data.local_batch=4"),
+        "fsdp 2": FSDP,
         "ddp 2, accumulation, ac": ("parallelism=ddp", "data.local_batch=2", "ac=full"),
         "tp 2, accumulation": ("parallelism=tp", "data.local_batch=2", TP),
     },
@@ -54,17 +67,18 @@ def found_by(kinds, root, ranks):
 
 def assert_learns_what_transformers_learns(kinds, root, layouts):
     alone = found_by(kinds, root, 1)
-    expected = {kind: in_float64(job(folder_of(kind, root), *ONE), alone[f"{kind}, single"]["start"]) for kind in kinds}
+    expected = {kind: exact(job(folder_of(kind, root), *ONE), CASE) for kind in kinds}
     for ranks in layouts:
         for name, found in (alone if ranks == 1 else found_by(kinds, root, ranks)).items():
             kind, own = name.split(",")[0], differences(found, expected[name.split(",")[0]])
-            worst, loss, norm = next(iter(own.items())), own["loss"], own["norm"]
+            loss, norm = own.pop("losses"), own.pop("norms")
+            worst = next(iter(own.items()))
             start = alone[f"{kind}, single"]["start"]
             assert all(torch.equal(start[name], value) for name, value in found["start"].items()), name
             assert (found["drift"], found["rounded"]) == (0, 0), name
             # in bfloat16 a token near the border between two experts may choose the other one
             half = 0.2 if any("experts" in name for name in FAMILIES[kind]) else 5e-2
-            bounds = (half, 2e-4, 5e-3) if "bf16" in name else (1e-5, 1e-6, 1e-6)
+            bounds = (half, 5e-4, 5e-3) if "bf16" in name else (1e-5, 1e-6, 1e-6)
             assert (worst[1] <= bounds[0], loss <= bounds[1], norm <= bounds[2]) == (True,) * 3, (
                 name,
                 worst,
@@ -78,6 +92,80 @@ def assert_learns_what_transformers_learns(kinds, root, layouts):
 
 def test_gradients_are_those_of_transformers_in_float64(tmp_path):
     assert_learns_what_transformers_learns(QUICK, tmp_path, (1, 2))
+
+
+TEN_STEPS = {"losses": 2e-6, "norms": 2e-5, "gradient": 1e-5}
+
+
+def test_ten_steps_are_those_of_transformers_in_float64(tmp_path):
+    """Windows, scaled embeddings, experts and sinks, with a bound of the losses of 2e-6."""
+    kinds, jobs = ("gemma3_text", "gpt_oss"), {}
+    for kind in kinds:
+        for name in ("fsdp 2", "tp 2, accumulation"):
+            jobs[f"{kind}, {name}"] = job(folder_of(kind, tmp_path), "gpus=2", *LAYOUTS[2][name], "steps=10")
+    expected = {kind: exact(job(folder_of(kind, tmp_path), *ONE, "steps=10"), CASE) for kind in kinds}
+    for name, found in traced(tmp_path, 2, jobs).items():
+        own = differences(found, expected[name.split(",")[0]])
+        print(name, {one: f"{value:.1e}" for one, value in [*own.items()][:3]}, own["losses"], own["norms"])
+        for column, value in own.items():
+            assert value <= TEN_STEPS.get(column, TEN_STEPS["gradient"]), (name, column, value)
+
+
+def test_the_table_is_what_was_proven():
+    assert {key: word for key, (word, _) in table.results(FAMILIES).items()} == table.expected_words()
+
+
+def test_the_page_shows_the_table():
+    page = (Path(__file__).parents[3] / "docs/transformers.md").read_text()
+    titles, _, *expected = table.lines(table.expected_words())
+    rows = [f"{line.rpartition(' |')[0].rpartition(' |')[0]} |" for line in page.splitlines() if line.startswith("|")]
+    assert [row for row in rows if row == titles or set(row.split()[1:2]) & set(PROVEN)] == [titles, *expected]
+
+
+def test_a_proof_compares_one_process_with_transformers_in_float64(tmp_path):
+    """The window of a proof hides some tokens, as that of the job does."""
+    first = job(folder_of("gemma3_text", tmp_path, sliding_window=64), *FSDP, "gpus=2")
+    small = reduced(first, 4)[0]
+    pairs = {pair.case.reference: pair for pair in job_pairs(first, small, "fsdp 2")}
+    assert pairs.keys() == {"process", "float64"}
+    assert (pairs["float64"].job.gpus, json.loads(small.model.content)["sliding_window"]) == (1, 8)
+
+
+def test_titan_verify_proves_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = folder_of("gemma3_text", tmp_path)
+    words = [*JOB, f"model.path={folder}", "parallelism=fsdp", "gpus=2", "data.local_batch=4", "precision=bf16"]
+    assert cli.main(["verify", *words]) == 0
+    (proof,) = tmp_path.glob("runs/_proofs/*/proof.json")
+    found = json.loads(proof.read_text())
+    assert [one["passed"] for one in found["reduced"][0]["proofs"]] == [True] * 3
+    assert (found["resume"]["passed"], found["export"]["passed"]) == (True, True)
+
+
+PLANNED = (
+    "hardware=h100",
+    "precision=bf16",
+    "parallelism=fsdp",
+    "gpus=8",
+    "data.local_batch=2",
+    "data.global_batch=16",
+)
+
+
+def test_plan_counts_what_blocks_keep(tmp_path):
+    """Live memory by formula is that of a step in the fake world, for blocks unlike ours: four norms, two kinds, in float32."""
+    folder = folder_of(
+        "gemma3_text", tmp_path, num_hidden_layers=6, hidden_size=512, intermediate_size=2048, layer_types=None
+    )
+    found = proof(job(folder, *PLANNED, "data.seq_len=128"))
+    assert found["live_by_formula"] == pytest.approx(found["live"], rel=0.1)
+
+
+@pytest.mark.parametrize("split", [(), ("parallelism.tp=2", TP)], ids=["fsdp", "tp"])
+def test_experts_are_not_planned(split, tmp_path):
+    """Neither where activations are counted nor where they are those of a decoder."""
+    with pytest.raises(NotPredictable, match="experts of a model_type=mixtral"):
+        predict(job(folder_of("mixtral", tmp_path), *PLANNED, *split))
 
 
 def test_every_family_has_transformers_gradients(tmp_path):
@@ -167,9 +255,7 @@ def test_keys_replace_what_config_json_says(tmp_path):
         ("granite", {}, ("parallelism=pp", "gpus=2"), "parallelism.pp", "proven for llama, qwen2"),
         ("qwen3", {}, ("parallelism=pp", "gpus=2"), "model.tie_embeddings", "nearest legal: false"),
         ("mixtral", {}, ("parallelism=fsdp_ep", "gpus=2", "parallelism.ep=2"), "parallelism.ep", "nearest legal: 1"),
-        ("llama", {}, ("compile=block",), "compile.name", "nearest legal: off"),
-        ("llama", {}, ("precision=float8_emulate",), "precision.converter", "nearest legal: null"),
-        ("llama", {}, ("adapter=lora",), "adapter.name", "nearest legal: none"),
+        ("llama", {}, ("adapter=lora", "adapter.linears=[q]"), "adapter.linears", "[q_proj,k_proj"),
         ("llama", {}, ("model.attention=math",), "model.attention", "nearest legal: auto"),
         ("llama", {}, ("model.rope_theta=1e4",), "model.rope_theta", "nearest legal: null"),
         ("llama", {"attention_dropout": 0.1}, (), "model.path", "attention_dropout=0.1"),
@@ -191,10 +277,13 @@ def test_refused_in_one_line(kind, changed, words, key, part, tmp_path):
 
 
 def test_other_structures_and_heads_are_refused(tmp_path):
-    """A model with other parts than a decoder's is not built; a head with a soft cap computes no loss in chunks."""
-    config = job(folder_of("gpt2", tmp_path, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0), *ONE).model
-    with pytest.raises(ConfigError, match="is not an embedding, one list of 2 blocks"), torch.device("meta"):
-        build(config, 32)
+    """A model with other parts than a decoder's is refused before a start; a head with a soft cap computes no loss in
+    chunks.
+    """
+    folder = folder_of("gpt2", tmp_path, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    faults = check(freeze(compose_unchecked(*JOB, f"model.path={folder}", *ONE)))
+    assert [(fault.key, fault.code) for fault in faults] == [("model.path", "family_takes_its_own_keys")]
+    assert "is not an embedding, one list of 2 blocks" in faults[0].reason
     capped = job(folder_of("gemma2", tmp_path), *ONE, *CHUNKS)
     with torch.device("meta"):
         model = build(capped.model, 32)
@@ -230,7 +319,6 @@ def test_the_record_survives_config_json(tmp_path):
     """A frozen job is written and read again as it is."""
     from titan_hydra.core.job.config import from_dict
     from titan_hydra.core.job.config.schema import Job
-    from titan_hydra.core.job.freeze import freeze
 
     first = job(folder_of("gpt_oss", tmp_path), *ONE)
     assert to_dict(freeze(from_dict(Job, json.loads(json.dumps(to_dict(first)))))) == to_dict(first)

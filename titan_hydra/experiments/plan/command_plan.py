@@ -12,6 +12,7 @@ from typing import Any
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.base.text import notes_on_stderr, table, to_json
 from titan_hydra.core.job.config import Job
+from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import bad_value, multiples_around
 from titan_hydra.core.job.dtypes import GIB
 from titan_hydra.core.job.freeze import freeze
@@ -127,6 +128,8 @@ def planned_job(args: argparse.Namespace, needs_rates: bool = True) -> tuple[Job
     ConfigError for faults and, if the answer needs rates, for an unknown device.
     """
     job = compose_unchecked(*args.overrides, *(args.why or "").split(), config_dir=args.config_dir)
+    if fill := family_of(job.model).fill:
+        job.model = fill(job.model)
     if needs_rates and job.hardware.name == "unknown":
         names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
         reason = "a prediction needs the device's memory and rates, such as hardware=h100"

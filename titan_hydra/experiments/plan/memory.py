@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from titan_hydra.core.job.config.attention import call_of
+from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.dtypes import GIB
@@ -263,7 +264,11 @@ def saved(shape: Shape) -> float:
         # the compiler keeps the outputs of both norms and the input of w2 in the number format instead of the compute dtype
     ):
         everything -= (2 * dim + width) * (used - shape.format.bytes)
-    if (
+    count = family_of(job.model).kept
+    counted = count(job) if count else None  # also where it is not used, as a family may refuse a model here
+    if counted and tp == 1 and not shape.compiled and not shape.stack:
+        everything = counted
+    elif (
         not shape.compiled and not shape.stack and not shape.fused_casts
     ):  # eager code keeps the result of the activation function and the float mask; compiled code computes them again
         everything += used * (width + _mask(shape) / shape.tokens)

@@ -7,6 +7,7 @@ import math
 from torch import Tensor
 
 from titan_hydra.core.data.batch import Batch
+from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.config.registry import DATA_SOURCES, OBJECTIVES
 from titan_hydra.core.job.config.schema import Job
@@ -14,9 +15,11 @@ from titan_hydra.core.job.config.schema import Job
 
 def odd_starts(start: dict[str, Tensor], job: Job) -> int:
     """Count the initial tensors of a text decoder whose mean or standard deviation is more than six standard errors
-    away from that of its distribution. Return 0 for other models and for mup, which have distributions of their own.
+    away from that of its distribution. Return 0 for other models, for families with a reference of their own and for mup, which
+    have distributions of their own.
     """
-    if OBJECTIVES[job.objective.name].makes != "tokens" or job.parametrization.name != "standard":
+    own = family_of(job.model).exact is not None
+    if own or OBJECTIVES[job.objective.name].makes != "tokens" or job.parametrization.name != "standard":
         return 0
     count = 0
     for name, weight in start.items():

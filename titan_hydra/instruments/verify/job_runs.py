@@ -20,11 +20,13 @@ import torch
 from titan_hydra.core import data
 from titan_hydra.core.base.errors import ConfigError, RunError
 from titan_hydra.core.checkpoint import convert
+from titan_hydra.core.checkpoint.folder import Folder
 from titan_hydra.core.checkpoint.reader import PREFIX, Reader
 from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.operation import Checkpoint, Launch, Paths
 from titan_hydra.core.job.ranks import data_parallel
 from titan_hydra.core.job.run import checkpoints, layout
+from titan_hydra.core.models.hf import hf_of, meta_state
 from titan_hydra.experiments.launch import dispatch
 from titan_hydra.experiments.launch.cell import Cell
 from titan_hydra.experiments.runs import rundir
@@ -167,21 +169,27 @@ def exported_and_imported(run: Path, job: Job, folder: Path) -> dict[str, Any]:
     """Export the last weights of a run to Hugging Face's format, import them again, and compare every bit."""
     if job.adapter.name != "none":
         return {"passed": None, "reason": f"adapter={job.adapter.name}: an export merges the adapters into the weights"}
-    step = checkpoints.complete(layout.CHECKPOINTS.of(run))[-1]
+    step, after = checkpoints.complete(layout.CHECKPOINTS.of(run))[-1], folder / "exported"
+    before = Reader(step)
     try:
-        convert.export_hf(step, folder / "exported")
-        convert.import_hf(folder / "exported", folder / "imported", imports=job.train.imports)
+        convert.export_hf(step, after)
+        record = hf_of(job.model)
+        if record.model_type:  # the folder's config.json names the family
+            convert.import_hf(after, folder / "imported", imports=job.train.imports)
+            imported: Reader | Folder = (checkpoint := Reader(folder / "imported"))
+            names = [name for name in checkpoint.metadata.state_dict_metadata if name.startswith(PREFIX)]
+        else:
+            imported = Folder(after, record)
+            names = [PREFIX + name for name in imported.dtypes(meta_state(job.model))]
     except ConfigError as error:  # raised if the family has no Hugging Face format
         return {"passed": None, "reason": str(error)}
     except RunError as error:
         return {"passed": False, "reason": str(error)}
-    before, after = Reader(step), Reader(folder / "imported")
-    names = [name for name in after.metadata.state_dict_metadata if name.startswith(PREFIX)]
     differing = []
     for name in names:
         entry: Any = before.metadata.state_dict_metadata.get(name)
         if entry is None or not torch.equal(
-            *(reader.tensor(name.removeprefix(PREFIX), entry.size, torch.float32) for reader in (before, after))
+            *(reader.tensor(name.removeprefix(PREFIX), entry.size, torch.float32) for reader in (before, imported))
         ):
             differing.append(name.removeprefix(PREFIX))
     return {"passed": bool(names) and not differing, "tensors": len(names), "differing": differing, "reason": None}

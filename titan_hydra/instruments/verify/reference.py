@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from titan_hydra.core.data.batch import Batch
+from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.config.registry import OBJECTIVES, resolve
 from titan_hydra.core.job.config.schema import Job
@@ -115,7 +116,11 @@ def train_in_float64(
 def first_biases(start: Weights, model: Sparse) -> Weights:
     """Return the initial biases of the routers (arXiv 2408.15664): zero, and float32 as in every run."""
     routers = [name.removesuffix("weight") for name in start if name.endswith(".router.weight")]
-    return {f"{router}bias": torch.zeros(model.n_experts) for router in routers if model.router_bias_update_rate}
+    return {
+        f"{router}bias": torch.zeros(model.n_experts)
+        for router in routers
+        if getattr(model, "router_bias_update_rate", 0)
+    }
 
 
 def merged(weights: Weights, job: Job) -> Weights:
@@ -123,7 +128,7 @@ def merged(weights: Weights, job: Job) -> Weights:
     keys: Any = job.adapter
     return {
         name: weight + keys.alpha / keys.rank * weights[f"{owner}.lora_b"] @ weights[f"{owner}.lora_a"]
-        if f"{(owner := name.rpartition('.')[0])}.lora_a" in weights
+        if name.endswith(".weight") and f"{(owner := name.removesuffix('.weight'))}.lora_a" in weights
         else weight
         for name, weight in weights.items()
         if ".lora_" not in name
@@ -179,9 +184,12 @@ def logs_of_labels(
     """Return the log-probability of each label [batch, seq]; 0 where the label is negative. `x` has the embeddings; if
     it is None, they are looked up for the tokens. `forward` explains `routed`.
     """
-    x = weights["tok_embeddings.weight"][batch["tokens"]] if x is None else x
-    logits = forward(weights, x, batch.get("documents"), job.model, routed, Multipliers.of(job)).log_softmax(-1)
-    return logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (labels >= 0)
+    if exact := resolve(family_of(job.model).exact):
+        logits = exact(weights, batch, job)
+    else:
+        x = weights["tok_embeddings.weight"][batch["tokens"]] if x is None else x
+        logits = forward(weights, x, batch.get("documents"), job.model, routed, Multipliers.of(job))
+    return logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (labels >= 0)
 
 
 def forward(

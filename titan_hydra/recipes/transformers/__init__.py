@@ -5,7 +5,7 @@ describes. Only ranks and launchers of jobs that name this family import transfo
 from titan_hydra.core.job.config.family import Family
 from titan_hydra.core.job.config.registry import register
 
-from .config import TransformersConfig, faults, flops_of_token
+from .config import TransformersConfig, faults, flops_of_token, kept_by_blocks, linears, parameters
 
 register(
     Family(
@@ -16,7 +16,10 @@ register(
         hf=f"{__name__}.hf:HF",
         fill=TransformersConfig.frozen,
         flops=flops_of_token,
-        linears=lambda config: (),
+        exact=f"{__name__}.exact:logits_of_library",
+        kept=kept_by_blocks,
+        linears=linears,
+        parameters=parameters,
         faults=faults,
     )
 )

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.data.facts import MODEL
-from titan_hydra.core.job.adapter import adapts
-from titan_hydra.core.job.config.family import decoder_flops
+from titan_hydra.core.job.config.family import Linear, decoder_flops
 from titan_hydra.core.job.config.fault import Fault, bad_value, fault_at
 from titan_hydra.core.job.config.field import key
 from titan_hydra.core.job.config.model import Model
@@ -125,6 +125,11 @@ class TransformersConfig(Model):
         own = {name: value for name, value in super().arithmetic().items() if name not in ("path", "content", "beside")}
         return own | {"config": {name: value for name, value in content.items() if name not in SHARED.values()}}
 
+    @property
+    def model_type(self) -> str:
+        """The model's type in its config.json."""
+        return str(json.loads(self.content or "{}").get("model_type"))
+
     def faults(self) -> Iterator[Fault]:
         """Nothing in a forward may be random, and transformers chooses the kernels of its models."""
         if self.attention != "auto":
@@ -138,10 +143,9 @@ class TransformersConfig(Model):
                 yield Fault("model.path", self.path, reason)
 
 
-# model types whose gradients with tensor and pipeline parallelism were compared with transformers' own (docs/transformers.md). Another
-# type could have a norm or a linear that the split does not know, compute between its blocks, or let documents see each
-# other, and its gradient would be wrong in silence.
-SPLIT = (
+# The model types of the table in docs/transformers.md. Another type could have a norm or a linear that a split does not know,
+# compute between its blocks, or let documents see each other, and its gradient would be wrong in silence.
+PROVEN = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3"),
     *("glm4", "olmo2"),
 )
@@ -201,34 +205,56 @@ def flops_of_token(config: Any, seq_len: int, parameters: int) -> int | None:
 
 
 def faults(job: Any) -> Iterator[Fault]:
-    """Yield what a model of transformers cannot be combined with, and what its initial weights lack."""
+    """Yield what a model of transformers cannot be combined with, what its initial weights lack, and why its parts are not
+    those of a decoder.
+    """
     if job.checkpoint.initial_load_path:
         from .hf import weights_faults
 
         yield from weights_faults(job)
+    try:
+        parameters(job.model)
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"model.path={job.model.path}: ")
+        yield Fault("model.path", job.model.path, reason)
     only = "a model of transformers trains by data, tensor and pipeline parallelism alone"
     if job.parallelism.cp > 1:
         yield fault_at(job, "parallelism.cp", only, 1)
     if job.parallelism.backend != "fsdp2":
         yield fault_at(job, "parallelism.backend", only, "fsdp2")
-    kind = json.loads(job.model.content or "{}").get("model_type")
+    kind, proven = job.model.model_type, ", ".join(PROVEN)
+    said = f"model_type={kind} in config.json of model.path:"
     for degree, name in (("tp", "tensor"), ("pp", "pipeline")):
-        if getattr(job.parallelism, degree) > 1 and kind not in SPLIT:
-            reason = (
-                f"model_type={kind} in config.json of model.path: {name} parallelism is proven for {', '.join(SPLIT)}"
-            )
-            yield fault_at(job, f"parallelism.{degree}", reason, 1)
-    if job.data.document_mask and kind not in SPLIT:
-        reason = (
-            f"model_type={kind} in config.json of model.path: documents of {', '.join(SPLIT)} are proven to be apart"
-        )
-        yield fault_at(job, "data.document_mask", reason, False)
+        if getattr(job.parallelism, degree) > 1 and kind not in PROVEN:
+            yield fault_at(job, f"parallelism.{degree}", f"{said} {name} parallelism is proven for {proven}", 1)
+    if job.data.document_mask and kind not in PROVEN:
+        yield fault_at(job, "data.document_mask", f"{said} documents of {proven} are proven to be apart", False)
     if job.parallelism.tp > 1 and job.parallelism.sequence_parallel:
         reason = "norms of a model of transformers get whole sequences"
         yield fault_at(job, "parallelism.sequence_parallel", reason, False)
-    if job.precision.converter:
-        yield fault_at(job, "precision.converter", "linears of a model of transformers have no number format", "null")
-    if adapts(job):
-        yield fault_at(job, "adapter.name", "linears of a model of transformers have no adapters", "none")
-    if job.compile.name != "off":
-        yield fault_at(job, "compile.name", "blocks of a model of transformers are not compiled", "off")
+
+
+def linears(config: Any) -> tuple[Linear, ...]:
+    """Return the linears of a block, for adapters, number formats and predictions."""
+    from .known import counts_of
+
+    return counts_of(config).linears if config.content else ()
+
+
+def parameters(config: Any) -> int:
+    """Return the number of parameters."""
+    from .known import counts_of
+
+    return counts_of(config).parameters
+
+
+def kept_by_blocks(job: Any) -> float:
+    """Return the bytes per token that a block's forward keeps."""
+    from .kept import bytes_kept
+
+    if flops_of_token(job.model, 1, 0) is None:
+        from titan_hydra.experiments.plan.shape import NotPredictable
+
+        reason = f"experts of a model_type={job.model.model_type} have no formulas; comm=fake counts a rank's memory"
+        raise NotPredictable(f"model.path={job.model.path}: {reason}")
+    return bytes_kept(job)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
 
 from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.config import from_dict, to_dict
+from titan_hydra.core.job.config.family import Linear
 from titan_hydra.core.job.config.fault import bad_value, suggest
+from titan_hydra.core.job.config.model import Model
 
 from .config import SHARED
 
@@ -75,3 +80,40 @@ def build_library_model(config: TransformersConfig) -> Any:
     except (ValueError, ImportError, TypeError, AttributeError) as error:
         reason = f"transformers cannot build a {theirs.model_type}: {' '.join(str(error).split())}"
         raise ConfigError(f"model.path={config.path}: {reason}") from error
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What predictions and adapters need of a model: its parameters, and the linears of a block in running order."""
+
+    parameters: int
+    linears: tuple[Linear, ...]
+
+
+def counts_of(config: TransformersConfig) -> Counts:
+    """Count transformers' model on the meta device. Blocks of several kinds have their linears together; experts are
+    linears that multiply each token as often as a router chooses experts.
+    """
+    return _counts(json.dumps(to_dict(config)))
+
+
+@lru_cache(maxsize=8)
+def _counts(section: str) -> Counts:
+    from torch import device, nn
+
+    from .model import Transformers
+    from .sharding import words_of_plan
+
+    config = cast("TransformersConfig", from_dict(Model, json.loads(section)))
+    with device("meta"):
+        model = Transformers(config, 1)
+    found: dict[str, Linear] = {}
+    for block in model.layers.values():
+        words = words_of_plan(block)
+        for path, part in block.named_modules():
+            name = path.rpartition(".")[2]
+            if type(part) is nn.Linear and name not in found:
+                word = words.get(path, "")
+                column = word.startswith("colwise")
+                found[name] = Linear(name, part.in_features, part.out_features, column=column, whole=not word)
+    return Counts(sum(parameter.numel() for parameter in model.parameters()), tuple(found.values()))

@@ -54,10 +54,7 @@ class LibraryPlan(Plan):
 
     def of(self, block: nn.Module) -> dict[str, ParallelStyle]:
         """Return the styles of a block's modules. Raises ConfigError for a parameter of attention that is not of heads."""
-        parts: list[Any] = list(block.modules())
-        config = next(part.config for part in parts if hasattr(part, "config"))
-        theirs = {name.removeprefix("layers.*."): word for name, word in (config.base_model_tp_plan or {}).items()}
-        theirs = theirs or HEADS
+        theirs, config = words_of_plan(block), config_of(block)
         split = theirs.get("self_attn.q_proj") == "colwise"  # whether a rank has only some heads
         styles: dict[str, ParallelStyle] = {}
         for name, part in block.named_modules():
@@ -80,6 +77,18 @@ class LibraryPlan(Plan):
                 of_heads = split and name.rpartition(".")[2] in NORMS_OF_HEADS
                 styles[name] = PlainWeights(self.reduce_dtype, Partial() if of_heads else Replicate())
         return styles
+
+
+def config_of(block: nn.Module) -> Any:
+    """Return transformers' configuration object of a block."""
+    parts: list[Any] = list(block.modules())
+    return next(part.config for part in parts if hasattr(part, "config"))
+
+
+def words_of_plan(block: nn.Module) -> dict[str, str]:
+    """Return for modules of a block the words of transformers' plan or, if the model has none, those of its heads."""
+    plan = config_of(block).base_model_tp_plan or {}
+    return {name.removeprefix("layers.*."): word for name, word in plan.items()} or HEADS
 
 
 class PlainWeights(ParallelStyle):

@@ -176,6 +176,8 @@ class Family:
     # (config, seq_len) -> how many keys attention computes for a query, as a mean over a sequence, for plan; None: not
     # known, and predictions of time count `causal_keys` without an error band
     attended: Callable[[Any, int], float] | None = None
+    # (Job) -> the bytes per token that a block's forward keeps in eager code, for plan; None: as a decoder of this package
+    kept: Callable[[Any], float] | None = None
     # (config) -> a block's linears, for plan and adapters
     linears: Callable[[Any], tuple[Linear, ...]] = decoder_linears
     # (config) -> for each linear beside `sdpa` from which queries or keys are computed: the parts of the rows of one head,
@@ -187,6 +189,9 @@ class Family:
     # None: parametrization=mup is refused
     role: Callable[[str], str] | None = None
     takes: str = "tokens"  # the input of the model: tokens or latents
+    # (weights, batch, Job) -> logits [batch, seq, vocab] in float64, for `titan verify`; None: a decoder of this package,
+    # which instruments/verify/reference.py computes
+    exact: Callable[..., Any] | str | None = None
     # (config) -> the config with the keys that a file says filled in; raises ConfigError. None: all keys are typed
     fill: Callable[[Any], Any] | None = None
     # (Job) -> faults: what the family cannot be combined with

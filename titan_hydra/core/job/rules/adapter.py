@@ -11,6 +11,8 @@ from titan_hydra.core.job.config.schema import Job
 
 def adapted_linears_exist(job: Job) -> Iterator[Fault]:
     """Every entry of adapter.linears names a linear of the family's blocks."""
+    if not job.adapter.linears:
+        return
     known = [linear.name for linear in family_of(job.model).linears(job.model)]
     if wrong := [name for name in job.adapter.linears if name not in known]:
         yield fault_at(job, "adapter.linears", f"{job.model.family} has no linear {wrong[0]}", f"[{','.join(known)}]")

@@ -1,0 +1,136 @@
+"""Every family of transformers on every layout: `python -m tests.recipes.transformers.table [FAMILY...]` prints the table of
+docs/transformers.md. Each layout's gradients and losses are compared with transformers' own model in float64; those of
+Float8 linears with one process.
+"""
+
+import dataclasses
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.recipes.transformers.families import CASE, FAMILIES, folder_of, job
+from titan_hydra.core.base.errors import ConfigError
+from titan_hydra.core.job.config import from_dict, to_dict
+from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.job.ranks import DEGREES
+from titan_hydra.core.parallel.mesh import build_mesh
+from titan_hydra.instruments.verify.case import EIGHT_BITS, EXACT
+from titan_hydra.instruments.verify.judge import compare
+from titan_hydra.instruments.verify.processes import spawn_ranks
+from titan_hydra.instruments.verify.reference import Trace
+from titan_hydra.instruments.verify.verify import exact, trace
+
+WHOLE = "parallelism.sequence_parallel=false"
+SPLIT = ("parallelism=fsdp", "data.local_batch=4")
+LEARNED = {  # overrides of a layout that change what is learned, so that the reference has them, too
+    "lora": ("adapter=lora", "optimizer=sgd", "optimizer.lr=1.0", "optimizer.weight_decay=0"),
+    "float8": ("precision=float8_emulate", "precision.compute_dtype=float32"),
+    "pp": (UNTIED := "model.tie_embeddings=false",),
+    "fsdp+pp": (UNTIED,),
+}
+LAYOUTS = {
+    "ddp": (2, ("parallelism=ddp", "data.local_batch=2")),
+    "fsdp": (2, (*SPLIT, "ac=full")),
+    "hsdp": (4, ("parallelism=hsdp", "data.local_batch=2", "ac=op")),
+    "tp": (2, ("parallelism=tp", "data.local_batch=2", WHOLE)),
+    "fsdp+tp": (4, ("parallelism=fsdp_tp", "parallelism.tp=2", "data.local_batch=4", WHOLE)),
+    "pp": (2, ("parallelism=pp", "data.local_batch=8", "pp_schedule.microbatches=4", UNTIED)),
+    "fsdp+pp": (4, ("parallelism=fsdp_pp", "parallelism.pp=2", "data.local_batch=4", UNTIED)),
+    "compile": (2, (*SPLIT, "compile=block", "compile.backend=aot_eager")),
+    "lora": (2, ("parallelism=tp", "data.local_batch=8", WHOLE, *LEARNED["lora"])),
+    "float8": (2, (*SPLIT, *LEARNED["float8"])),
+}
+BOUNDS = {"float8": EIGHT_BITS}
+
+
+def results(kinds) -> dict[tuple[str, str], tuple[str, float]]:
+    """Return ("yes", "refused (REASON)" or "NO (REASON)", CPU seconds of all ranks) by family and layout."""
+    found, jobs = {}, {1: {}, 2: {}, 4: {}}
+    with tempfile.TemporaryDirectory() as root:
+        for kind in kinds:
+            folder = folder_of(kind, Path(root))
+            for name in LAYOUTS:
+                ranks, words = LAYOUTS[name]
+                try:
+                    jobs[ranks][f"{kind}, {name}"] = job(folder, f"gpus={ranks}", *words)
+                    one = job(folder, "parallelism=single", "data.local_batch=8", *LEARNED.get(name, ()))
+                    jobs[1].setdefault(_reference(kind, name), one)
+                except ConfigError as error:
+                    found[kind, name] = f"refused ({error})", 0.0
+        for ranks, own in jobs.items():
+            if own:
+                spawn_ranks(ranks, _trace_all, root, [(name, to_dict(one)) for name, one in own.items()])
+        for kind in kinds:
+            for name in LAYOUTS:
+                if (kind, name) not in found:
+                    found[kind, name] = _judged(Path(root), kind, name)
+    return found
+
+
+def _reference(kind: str, name: str) -> str:
+    """Return the name of a layout's reference."""
+    return f"{kind}, {' '.join(('reference', *LEARNED.get(name, ())))}"
+
+
+def _judged(root: Path, kind: str, name: str) -> tuple[str, float]:
+    """Judge a layout as `titan verify` does: losses, norms, weights, each gradient, and the equality of copies."""
+    own, expected = (torch.load(root / f"{one}.pt") for one in (f"{kind}, {name}", _reference(kind, name)))
+    seconds, _ = own.pop("seconds"), expected.pop("seconds")
+    if error := own.get("error") or expected.get("error"):
+        return f"NO ({error})", seconds
+    case = dataclasses.replace(CASE, **BOUNDS.get(name, EXACT))
+    outcome = compare(case, Trace(**own), Trace(**expected))
+    return "yes" if outcome.passed else f"NO ({outcome})", seconds
+
+
+def _trace_all(device, root, jobs):
+    """Train each job; what one refuses, all ranks refuse."""
+    meshes = {}
+    for name, config in jobs:
+        one, began = from_dict(Job, config), time.process_time()
+        key = tuple(getattr(one.parallelism, degree) for degree in DEGREES)
+        try:
+            if ", reference" in name and not one.precision.converter:
+                found = exact(one, CASE)
+            else:
+                if key not in meshes:
+                    meshes[key] = build_mesh(one.parallelism, device.type, one.model.sparse)
+                found = trace(one, device, CASE, mesh=dataclasses.replace(meshes[key], degrees=one.parallelism))
+            found = dataclasses.asdict(found)
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        torch.compiler.reset()
+        if dist.get_rank() == 0:
+            seconds = (time.process_time() - began) * dist.get_world_size()
+            torch.save(found | {"seconds": seconds}, f"{root}/{name}.pt")
+            print(f"{seconds:5.1f} s  {name}", file=sys.stderr, flush=True)
+
+
+def expected_words() -> dict[tuple[str, str], str]:
+    """Return what the page says of each family and layout."""
+    return {(kind, name): "yes" for kind in FAMILIES for name in LAYOUTS}
+
+
+def lines(found: dict[tuple[str, str], str], seconds: dict[str, float] | None = None) -> list[str]:
+    """Return the table as lines of a page; reasons of refusals stand below it."""
+    titles = ("model_type", *LAYOUTS, *(("seconds",) if seconds else ()))
+    rows = [
+        (
+            kind,
+            *(found[kind, name].partition(" ")[0] for name in LAYOUTS),
+            *((f"{seconds[kind]:.0f}",) if seconds else ()),
+        )
+        for kind in dict.fromkeys(kind for kind, _ in found)
+    ]
+    return [f"| {' | '.join(row)} |" for row in (titles, ("---",) * len(titles), *rows)]
+
+
+if __name__ == "__main__":
+    made = results(sys.argv[1:] or list(FAMILIES))
+    times = {kind: sum(spent for (own, _), (_, spent) in made.items() if own == kind) for kind, _ in made}
+    print(*lines({key: word for key, (word, _) in made.items()}, times), sep="\n")
+    print(*(f"{' '.join(key)}: {word}" for key, (word, _) in made.items() if word != "yes"), sep="\n")
