@@ -136,7 +136,7 @@ def test_names_and_configurations_as_published(folder, tools):
 
 def test_clips_words_are_the_same_from_both_formats(folder, tools):
     shutil.rmtree(folder / "tokenizer")
-    tools.clip_words.save_pretrained(folder / "tokenizer")
+    tools.clip_tokenizer.save_pretrained(folder / "tokenizer")
     assert not (folder / "tokenizer/merges.txt").exists() and len(MERGES) == 4
     for text, ids in (
         ("Red CAT", [RED, CAT]),
@@ -145,7 +145,7 @@ def test_clips_words_are_the_same_from_both_formats(folder, tools):
         ("redcat", None),
         ("it's", None),
     ):
-        found = [one.clip_words(text).input_ids for one in (tools, Encoders(folder, CPU))]
+        found = [one.clip_tokenizer(text).input_ids for one in (tools, Encoders(folder, CPU))]
         assert found[0] == found[1] and found[0][0] == BEGIN and found[0][-1] == END, text
         assert ids is None or found[0][1:-1] == ids
 

@@ -14,7 +14,7 @@ from typing import Any
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.data import tokenizer
 from titan_hydra.core.data.facts import DEFAULT, Facts, listed, read_facts, token_of
-from titan_hydra.core.data.learned import header_of, learned_words, same_ids, sources_of
+from titan_hydra.core.data.learned import header_of, learned_tokenizer, same_ids, sources_of
 from titan_hydra.core.job.config import from_dict, schema, to_dict
 from titan_hydra.core.job.config.fault import Fault
 from titan_hydra.core.job.config.files import read_json
@@ -76,27 +76,27 @@ def facts_of_config(config: dict[str, Any], located: Callable[[str], str], direc
         keys = schema.Tokenizer(base.tokenizer["name"], base.tokenizer["path"])
     beside = read_facts(Path(keys.path).parent) if keys.name == "hf" and keys.path else Facts()
     try:
-        words = learned_words(header, keys)
+        learned = learned_tokenizer(header, keys)
     except ConfigError:  # a run that needs the tokenizer has been refused; this one may do without
         return _of_header(header) if header else replace(base, tokenizer={"name": keys.name, "path": keys.path})
-    same = _is_same(base, words)
+    same = _is_same(base, learned)
     if base.tokenizer and not same:  # ids and names of another tokenizer
         base = Facts(templates=base.templates)
-    facts = replace(base, words=beside.words or base.words, tokenizer=_learned(keys, words))
+    facts = replace(base, words=beside.words or base.words, tokenizer=_learned(keys, learned))
     if not facts.templates:
         facts.templates = beside.templates
     template, stop = _own_template(config, located, keys)
     if template is not None:
         facts.templates = facts.templates | {DEFAULT: template}
-    return _completed(facts, words, beside, template, stop)
+    return _completed(facts, learned, beside, template, stop)
 
 
-def _is_same(base: Facts, words: tokenizer.Tokenizer) -> bool:
+def _is_same(base: Facts, learned: tokenizer.Tokenizer) -> bool:
     """Whether weights have learned the ids of this tokenizer, perhaps from another file of it."""
-    if base.tokenizer.get("sha256") == words.sha256:
+    if base.tokenizer.get("sha256") == learned.sha256:
         return True
     try:
-        return bool(base.tokenizer) and same_ids(tokenizer.of_facts(base), words)
+        return bool(base.tokenizer) and same_ids(tokenizer.of_facts(base), learned)
     except ConfigError:  # its file is not known, or gone
         return False
 
@@ -129,9 +129,9 @@ def other_positions(job: schema.Job) -> Iterator[Fault]:
 def _other_arithmetic(job: schema.Job) -> Iterator[tuple[str, Any, Any]]:
     """Yield key, value here and value there of each difference that a checkpoint of the same family shows."""
     try:
-        place = find_weights(job.checkpoint.initial_load_path or "")
-        there = {} if is_hf(place) else find_section("model", place)[1]
-        theirs = from_dict(Model, there) if there.get("family") == job.model.family else None
+        weights = find_weights(job.checkpoint.initial_load_path or "")
+        their_keys = {} if is_hf(weights) else find_section("model", weights)[1]
+        theirs = from_dict(Model, their_keys) if their_keys.get("family") == job.model.family else None
     except (ConfigError, KeyError, TypeError):  # other rules say what is wrong
         return
     values = theirs.arithmetic() if theirs else {}
@@ -156,7 +156,7 @@ def warnings_of_weights(job: schema.Job) -> Iterator[Fault]:
     if not theirs or not digest or theirs == digest:
         return
     with contextlib.suppress(ConfigError):  # the file of one of the two is not known here
-        if same_ids(tokenizer.of_facts(base), learned_words(header, job.tokenizer)):
+        if same_ids(tokenizer.of_facts(base), learned_tokenizer(header, job.tokenizer)):
             return
     yield Fault(
         "checkpoint.initial_load_path",
@@ -169,55 +169,57 @@ def with_tokenizer(facts: Facts, file: Path) -> Facts:
     """Return facts with the tokenizer that the user has named, and with what lies beside its file. Raises ConfigError if
     it is another one than the weights have learned.
     """
-    words, beside = tokenizer.of_facts(facts, file), read_facts(file.parent)
+    learned, beside = tokenizer.of_facts(facts, file), read_facts(file.parent)
     keys = schema.Tokenizer(tokenizer.name_by_suffix(file), str(file.absolute()))
     templates = facts.templates or beside.templates
-    found = replace(facts, words=beside.words or facts.words, templates=templates, tokenizer=_learned(keys, words))
-    return _completed(found, words, beside, None, None)
+    with_own_files = replace(
+        facts, words=beside.words or facts.words, templates=templates, tokenizer=_learned(keys, learned)
+    )
+    return _completed(with_own_files, learned, beside, None, None)
 
 
-def _learned(keys: schema.Tokenizer, words: tokenizer.Tokenizer) -> dict[str, Any]:
+def _learned(keys: schema.Tokenizer, learned: tokenizer.Tokenizer) -> dict[str, Any]:
     """Return the record of the tokenizer whose ids a model has learned: its keys, its digest, and its begin and end of
     text.
     """
     return {
         "name": keys.name,
         "path": keys.path,
-        "sha256": words.sha256,
-        "bos_id": words.bos_id,
-        "eos_id": words.eos_id,
+        "sha256": learned.sha256,
+        "bos_id": learned.bos_id,
+        "eos_id": learned.eos_id,
     }
 
 
 def _completed(
-    facts: Facts, words: tokenizer.Tokenizer, beside: Facts, template: str | None, stop: int | None
+    facts: Facts, learned: tokenizer.Tokenizer, beside: Facts, template: str | None, stop: int | None
 ) -> Facts:
     """Return facts with everything that an export writes: the ends of a generation, and the special tokens' names and
     ids. `stop` is the last token of an answer in the run's own template.
     """
     named = token_of(beside.words, "eos_token") or token_of(facts.words, "eos_token")
-    stops = listed(stop, facts.stops, words.id_of(named or ""), words.eos_id)
+    stops = listed(stop, facts.stops, learned.id_of(named or ""), learned.eos_id)
     begin, end, padding = facts.ids.get("bos_token_id"), facts.ids.get("eos_token_id"), facts.ids.get("pad_token_id")
     ids = {
-        "bos_token_id": facts.generation.get("bos_token_id", begin if "bos_token_id" in facts.ids else words.bos_id),
+        "bos_token_id": facts.generation.get("bos_token_id", begin if "bos_token_id" in facts.ids else learned.bos_id),
         "eos_token_id": stops if len(stops) > 1 else stops[0],
         "pad_token_id": facts.generation.get("pad_token_id", padding),
     }
     if ids["pad_token_id"] is None:
-        ids["pad_token_id"] = words.id_of(token_of(facts.words, "pad_token") or "")
+        ids["pad_token_id"] = learned.id_of(token_of(facts.words, "pad_token") or "")
         if ids["pad_token_id"] is None:
-            ids["pad_token_id"] = words.eos_id
+            ids["pad_token_id"] = learned.eos_id
     of_model = facts.ids | {
-        "bos_token_id": begin if "bos_token_id" in facts.ids else words.bos_id,
+        "bos_token_id": begin if "bos_token_id" in facts.ids else learned.bos_id,
         "eos_token_id": end if end is not None and (stop is None or stop in listed(end)) else ids["eos_token_id"],
     }
     tokens: dict[str, Any] = {}
-    if "bos_token" not in facts.words and words.bos_id is not None:
-        tokens["bos_token"] = words.name_of(words.bos_id)
+    if "bos_token" not in facts.words and learned.bos_id is not None:
+        tokens["bos_token"] = learned.name_of(learned.bos_id)
     if token_of(facts.words, "eos_token") is None:
         # a template that prints eos_token has printed the end of a document while the run learned
         printed = template is not None and "eos_token" in template
-        tokens["eos_token"] = words.name_of(words.eos_id if stop is None or printed else stop)
+        tokens["eos_token"] = learned.name_of(learned.eos_id if stop is None or printed else stop)
     named_tokens = {key: name for key, name in tokens.items() if name is not None}
     return replace(
         facts, words=facts.words | named_tokens, generation=ids | _others(facts.generation, ids), ids=of_model

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.data import tokenizer
 from titan_hydra.core.data.facts import Facts
+from titan_hydra.core.data.tokenizer import Tokenizer, of_facts
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.run.checkpoints import find_checkpoint, find_section, is_hf
@@ -25,7 +25,7 @@ class Opened:
     config: Model
     reader: Reader | Merged | Folder
     facts: Facts
-    words: tokenizer.Tokenizer
+    tokenizer: Tokenizer
     seq_len: int | None
 
 
@@ -43,4 +43,4 @@ def open_model(source: Path, file: Path | None = None) -> Opened:
     if (takes := family_of(config).takes) != "tokens":
         raise ConfigError(f"{source}: model.family={config.family}: takes {takes}, not text alone")
     facts = facts_at(source)
-    return Opened(config, reader, facts, tokenizer.of_facts(facts, file), seq_len)
+    return Opened(config, reader, facts, of_facts(facts, file), seq_len)

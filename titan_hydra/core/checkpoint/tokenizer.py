@@ -31,9 +31,9 @@ def write_facts(facts: Facts, folder: Path, max_length: int) -> dict[str, Any]:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
     try:
-        words = facts.words | write_tokenizer(facts, folder)
-        length = max(max_length, words.get("model_max_length") or 0)
-        write_content(folder / TOKENIZER, dict(sorted((words | {"model_max_length": length}).items())))
+        tokenizer_config = facts.words | write_tokenizer(facts, folder)
+        length = max(max_length, tokenizer_config.get("model_max_length") or 0)
+        write_content(folder / TOKENIZER, dict(sorted((tokenizer_config | {"model_max_length": length}).items())))
     except ConfigError as error:
         print(f"warning: {error}; the export has no tokenizer", file=sys.stderr)
     if facts.generation:

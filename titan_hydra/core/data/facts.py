@@ -43,18 +43,18 @@ class Facts:
 
 def read_facts(folder: Path) -> Facts:
     """Read what a folder says, except about the tokenizer's ids. Raises ConfigError if a file is not JSON."""
-    words, of_map = said_in(folder / TOKENIZER), said_in(folder / "special_tokens_map.json")
-    words = {key: value for key, value in of_map.items() if key not in words} | words
-    templates = _templates(words.pop("chat_template", None) or said_in(folder / "chat_template.json"))
+    of_tokenizer, of_map = json_object_in(folder / TOKENIZER), json_object_in(folder / "special_tokens_map.json")
+    of_tokenizer = {key: value for key, value in of_map.items() if key not in of_tokenizer} | of_tokenizer
+    templates = _templates(of_tokenizer.pop("chat_template", None) or json_object_in(folder / "chat_template.json"))
     for file in [folder / TEMPLATE, *sorted((folder / TEMPLATES).glob("*.jinja"))]:
         if file.is_file():
             templates[DEFAULT if file.name == TEMPLATE else file.stem] = file.read_text(encoding="utf-8")
-    model, generation = said_in(folder / MODEL), said_in(folder / GENERATION)
+    model, generation = json_object_in(folder / MODEL), json_object_in(folder / GENERATION)
     ids: dict[str, Any] = {key: model[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in model}
-    return Facts(words, {key: generation[key] for key in generation if key not in OF_LIBRARY}, ids, templates)
+    return Facts(of_tokenizer, {key: generation[key] for key in generation if key not in OF_LIBRARY}, ids, templates)
 
 
-def said_in(file: Path) -> dict[str, Any]:
+def json_object_in(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file; {} if it does not exist. Raises ConfigError if it holds no JSON object."""
     if not file.is_file():
         return {}
@@ -77,16 +77,18 @@ def _templates(stated: Any) -> dict[str, str]:
     return {entry["name"]: entry["template"] for entry in named if {"name", "template"} <= entry.keys()}
 
 
-def token_of(words: dict[str, Any], key: str) -> str | None:
+def token_of(tokenizer_config: dict[str, Any], key: str) -> str | None:
     """Return a special token of a tokenizer_config.json, such as `eos_token`, which may be a text or a record."""
-    token = words.get(key)
+    token = tokenizer_config.get(key)
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) and token else None
 
 
-def special_tokens(words: dict[str, Any]) -> dict[str, str]:
+def special_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
     """Return all special tokens of a tokenizer_config.json by the names that templates use."""
-    return {key: token for key in words if key.endswith("_token") and (token := token_of(words, key))}
+    return {
+        key: token for key in tokenizer_config if key.endswith("_token") and (token := token_of(tokenizer_config, key))
+    }
 
 
 def is_digest(text: str | None) -> bool:

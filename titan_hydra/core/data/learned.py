@@ -53,7 +53,7 @@ def first_header(path: str) -> dict[str, Any] | None:
     return None
 
 
-def learned_words(header: dict[str, Any] | None, keys: schema.Tokenizer) -> Tokenizer:
+def learned_tokenizer(header: dict[str, Any] | None, keys: schema.Tokenizer) -> Tokenizer:
     """Load the tokenizer of a job whose files of ids have this header; None: there are none. Raises ConfigError if the
     files were encoded by another tokenizer, or if nobody says by which.
     """
@@ -76,9 +76,9 @@ def separated(tokenizer: Tokenizer, header: dict[str, Any]) -> Tokenizer:
     return replace(tokenizer, bos_id=None if header["bos_id"] == eos else header["bos_id"], eos_id=eos)
 
 
-def words_of_data(job: schema.Job) -> Tokenizer:
-    """Load the tokenizer of a job's data. Raises ConfigError as `learned_words` does."""
-    return learned_words(header_of(to_dict(job)["data"]), job.tokenizer)
+def tokenizer_of_data(job: schema.Job) -> Tokenizer:
+    """Load the tokenizer of a job's data. Raises ConfigError as `learned_tokenizer` does."""
+    return learned_tokenizer(header_of(to_dict(job)["data"]), job.tokenizer)
 
 
 def same_ids(first: Tokenizer, second: Tokenizer) -> bool:

@@ -19,7 +19,7 @@ from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.config.schema import Tokenizer as TokenizerKeys
 
 from .files import UNREADABLE, opened, record_of
-from .learned import words_of_data
+from .learned import tokenizer_of_data
 from .tokenizer import Tokenizer, load
 
 DELIMITER = " "  # text between a prompt and a choice; as in lm-eval, there is no text between a prompt and a target
@@ -96,7 +96,7 @@ def load_tasks(job: Job) -> list[Task]:
     """
     if wrong := next(faults(job), None):
         raise wrong.error
-    tokenizer = words_of_data(job)
+    tokenizer = tokenizer_of_data(job)
     loaded = []
     for path in job.validation.tasks:
         questions = read_questions(home(path))
@@ -114,7 +114,7 @@ def faults(job: Job) -> Iterator[Fault]:
     """Yield a fault for each file of validation.tasks that cannot be evaluated."""
     try:
         if job.validation.tasks:
-            words_of_data(job)
+            tokenizer_of_data(job)
     except ConfigError as error:
         yield fault_at(job, "validation.tasks", str(error))
         return

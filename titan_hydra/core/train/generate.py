@@ -67,26 +67,26 @@ def generate(
     """Yield the text that follows the tokens `ids`, in pieces of whole characters. The text ends before the first token
     that ends a generation of the model, or after `max_tokens` tokens. Without `special`, special tokens are left out.
     """
-    config, words = opened.config, opened.words
+    config, tokenizer = opened.config, opened.tokenizer
     seq_len = len(ids) + max_tokens
     if seq_len > config.max_seq_len:
         raise ConfigError(
             f"{len(ids)} tokens of the prompt and {max_tokens} more are over model.max_seq_len {config.max_seq_len}"
         )
     model = load_model(opened.reader, config, seq_len, dtype)
-    ends, left_out = {words.eos_id, *opened.facts.stops}, set() if special else set(words.special.values())
+    ends, left_out = {tokenizer.eos_id, *opened.facts.stops}, set() if special else set(tokenizer.special.values())
     new: list[int] = []
     text = ""
-    for token in continuation(model, ids, max_tokens, sampling, seed, words.vocab_size):
+    for token in continuation(model, ids, max_tokens, sampling, seed, tokenizer.vocab_size):
         if token in ends:
             break
         if token in left_out:
             continue
         new.append(token)
-        if not (longer := words.decode(new)).endswith("\ufffd"):  # U+FFFD: the last character lacks bytes
+        if not (longer := tokenizer.decode(new)).endswith("\ufffd"):  # U+FFFD: the last character lacks bytes
             yield longer[len(text) :]
             text = longer
-    yield words.decode(new)[len(text) :]
+    yield tokenizer.decode(new)[len(text) :]
 
 
 def load_model(reader: Reader | Merged | Folder, config: Model, seq_len: int, dtype: str) -> nn.Module:

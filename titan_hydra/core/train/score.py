@@ -21,24 +21,24 @@ LOGITS = 2**28  # maximum number of logits in a forward, unless a single text ne
 
 
 def score_texts(
-    place: Path, file: Path, text_key: str, context: int | None, dtype: str, tokenizer_file: Path | None = None
+    model_path: Path, file: Path, text_key: str, context: int | None, dtype: str, tokenizer_file: Path | None = None
 ) -> Iterator[dict[str, float]]:
     """Yield for each text of a file: the number of its row (from 1), the negative log-probability in nats of its tokens
-    and of the end-of-text after them, and the number of these tokens. `place` is a run, a checkpoint or an export;
+    and of the end-of-text after them, and the number of these tokens. `model_path` is a run, a checkpoint or an export;
     `tokenizer_file` its tokenizer's file, if the user has named one.
 
     A text of more than `context` tokens (default: the run's data.seq_len, or an export's model.max_seq_len) is scored
     in windows of that length. Each window begins in the middle of the previous one, so that a token is predicted from
     at least half a context. Raises ConfigError for a file without text, or with a row that cannot be read.
     """
-    opened = open_model(place, tokenizer_file)
-    config, words = opened.config, opened.words
+    opened = open_model(model_path, tokenizer_file)
+    config, tokenizer = opened.config, opened.tokenizer
     context = context or opened.seq_len or config.max_seq_len
     if context > config.max_seq_len:
         raise ConfigError(f"--context={context}: is more than model.max_seq_len; nearest legal: {config.max_seq_len}")
     # as in training, a text without begin-of-text follows the end-of-text of the previous document
-    before = [words.eos_id] if words.bos_id is None else []
-    rows = ((row, before + words.document(text)) for row, text in texts(file, text_key))
+    before = [tokenizer.eos_id] if tokenizer.bos_id is None else []
+    rows = ((row, before + tokenizer.document(text)) for row, text in texts(file, text_key))
     model = None
     while some := list(islice(rows, TOGETHER)):
         model = model or load_model(opened.reader, config, context, dtype)

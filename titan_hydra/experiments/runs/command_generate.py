@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
 
     def document(opened: Opened) -> list[int]:
         # if the tokenizer has no begin-of-text token, a document begins after the previous document's end-of-text token
-        return opened.words.document(args.prompt)[:-1] or [opened.words.eos_id]
+        return opened.tokenizer.document(args.prompt)[:-1] or [opened.tokenizer.eos_id]
 
     return print_continuation(args, document, shown=args.prompt)
 

@@ -25,6 +25,6 @@ def main(args: argparse.Namespace) -> int:
         from .template_of_run import template_of_facts
 
         asked = template_of_facts(opened.facts).prompt([{"role": "user", "content": args.prompt}])
-        return opened.words.locate(asked).ids
+        return opened.tokenizer.locate(asked).ids
 
     return print_continuation(args, question, special=False)

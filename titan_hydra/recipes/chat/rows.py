@@ -377,7 +377,7 @@ def warnings_of_first(key: str, source: TemplateSource, job: schema.Job, texts: 
     where, path = place_of_rows(key, source, "train")
     try:
         own = template.load_template(key, source, job.tokenizer)
-        words = tokenizer.load(job.tokenizer)
+        of_data = tokenizer.load(job.tokenizer)
         warnings_of_texts = [] if of_hub_named(source) else [*unknown.of_some(path, SUFFIXES, of_file)]
     except Exception:  # files and templates can be wrong in any way, which other rules report
         return
@@ -386,7 +386,7 @@ def warnings_of_first(key: str, source: TemplateSource, job: schema.Job, texts: 
     if (
         reason := warnings_of_texts
         and getattr(source, "train_on", "last") != "all"
-        and _unlearned_end(*warnings_of_texts[0][1:], words)
+        and _unlearned_end(*warnings_of_texts[0][1:], of_data)
     ):
         yield Fault(f"{key}.chat_template", value, reason)
     if lost := sum(forgotten(conversation, text) > 0 for conversation, text, _ in warnings_of_texts):
@@ -402,12 +402,12 @@ def of_hub_named(source: schema.Source) -> bool:
     return isinstance(source, RowSource) and bool(source.hub_split)
 
 
-def _unlearned_end(text: str, spans: template.Spans, words: Tokenizer) -> str | None:
+def _unlearned_end(text: str, spans: template.Spans, of_data: Tokenizer) -> str | None:
     """Return why a model would not learn where its answer ends; None if the last learned token is a special one."""
-    located, end = words.locate(text), spans[-1][1]
+    located, end = of_data.locate(text), spans[-1][1]
     learned = [token for token, begin in zip(located.ids, located.begins, strict=True) if begin < end]
-    if learned and learned[-1] in {words.eos_id, *words.special.values()}:
+    if learned and learned[-1] in {of_data.eos_id, *of_data.special.values()}:
         return None
-    behind = next((name for name in words.special if text[end:].lstrip().startswith(name)), None)
+    behind = next((name for name in of_data.special if text[end:].lstrip().startswith(name)), None)
     what = f"{behind} behind them is not learned" if behind else "no special token ends them"
     return f"answers are learned without their end, so that the model will not learn to stop: {what}"

@@ -48,16 +48,16 @@ def _set(options: dict[str, Any]) -> str:
     )
 
 
-def _last_learned(template: Template, words: tokenizer.Tokenizer) -> int | None:
+def _last_learned(template: Template, learned: tokenizer.Tokenizer) -> int | None:
     """Return the last token of an answer that is learned, if it is one of the tokenizer's added tokens."""
     try:
         text, spans = template.spans(Conversation(ASKED, []), "assistant")
     except (ValueError, ConfigError):  # the template wants other conversations
         return None
-    found = words.locate(text)
+    found = learned.locate(text)
     end = max((end for _, end in spans if text[:end].strip()), default=0)
     end = len(text[:end].rstrip())
     last = np.flatnonzero((found.begins < end) & (found.ends <= end))
-    if not len(last) or found.ids[last[-1]] not in (words.eos_id, *words.added.values()):
+    if not len(last) or found.ids[last[-1]] not in (learned.eos_id, *learned.added.values()):
         return None
     return int(found.ids[last[-1]])

@@ -39,8 +39,8 @@ class Encoders:
         self.clip = frozen(transformers.CLIPTextModel, folder / "text_encoder", device)
         self.t5 = frozen(transformers.T5EncoderModel, folder / "text_encoder_2", device)
         self.autoencoder = frozen(diffusers.AutoencoderKL, folder / "vae", device)
-        self.clip_words = words_of(transformers.CLIPTokenizer, folder / "tokenizer", "vocab.json", "merges.txt")
-        self.t5_words = words_of(transformers.T5Tokenizer, folder / "tokenizer_2")
+        self.clip_tokenizer = tokenizer_in(transformers.CLIPTokenizer, folder / "tokenizer", "vocab.json", "merges.txt")
+        self.t5_tokenizer = tokenizer_in(transformers.T5Tokenizer, folder / "tokenizer_2")
         config = self.autoencoder.config
         self.scale, self.shift = config.scaling_factor, config.shift_factor or 0.0
         self.factor = 2 ** (len(config.block_out_channels) - 1)  # side length in pixels of a latent
@@ -50,8 +50,8 @@ class Encoders:
         """Return the embeddings of the first `length` tokens of each text, and of each text as a whole. Padding tokens
         are embedded too, as FLUX is trained with them.
         """
-        short = self._ids(self.clip_words, texts, self.clip.config.max_position_embeddings)
-        return self.t5(self._ids(self.t5_words, texts, length)).last_hidden_state, self.clip(short).pooler_output
+        short = self._ids(self.clip_tokenizer, texts, self.clip.config.max_position_embeddings)
+        return self.t5(self._ids(self.t5_tokenizer, texts, length)).last_hidden_state, self.clip(short).pooler_output
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,8 +66,8 @@ class Encoders:
         """Return the images of scaled latents."""
         return self.autoencoder.decode(latents / self.scale + self.shift).sample
 
-    def _ids(self, words: Any, texts: list[str], length: int) -> Tensor:
-        padded = words(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    def _ids(self, tokenizer: Any, texts: list[str], length: int) -> Tensor:
+        padded = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
         return padded.input_ids.to(self.device)
 
 
@@ -90,7 +90,7 @@ def frozen(kind: Any, folder: Path, device: torch.device) -> Any:
     return module.eval().requires_grad_(False).to(device)
 
 
-def words_of(kind: Any, folder: Path, *older: str) -> Any:
+def tokenizer_in(kind: Any, folder: Path, *older: str) -> Any:
     """Read a tokenizer of transformers from a folder: from its tokenizer.json, or the files of an older format. Raises
     ConfigError if these files are missing; transformers would make a tokenizer without words.
     """

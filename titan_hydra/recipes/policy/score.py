@@ -35,7 +35,7 @@ def score_pairs(
     one that is longer than the model's sequence length.
     """
     opened, bad = open_model(model_path, tokenizer_file), bad or BadShards()
-    reader = PairReader(Records([pairs], bad), template_of_facts(opened.facts), opened.words, scored=False)
+    reader = PairReader(Records([pairs], bad), template_of_facts(opened.facts), opened.tokenizer, scored=False)
 
     def scored(model: nn.Module, row: Turns) -> dict[str, Any]:
         sums = [answer.sum().item() for answer in log_probabilities(model, row)]
@@ -57,7 +57,7 @@ def score_rollouts(
     the number of rollouts. Errors are those of `score_pairs`.
     """
     opened, bad = open_model(model_path, tokenizer_file), bad or BadShards()
-    reader = RolloutReader(Records([rollouts], bad), opened.words, opened.config.vocab_size, ("old_logprobs",))
+    reader = RolloutReader(Records([rollouts], bad), opened.tokenizer, opened.config.vocab_size, ("old_logprobs",))
 
     def scored(model: nn.Module, row: Turns) -> dict[str, Any]:
         (of_tokens,) = log_probabilities(model, row)
