@@ -307,7 +307,7 @@ def generators(here: Here) -> dict[str, Any]:
     folder.mkdir()
     (folder / state.rank_file(0)).write_text(state.of_rank(1, {"slots": {}}))
     first = [torch.rand(100), torch.rand(100, device=place)]
-    state.into_rank(folder, 0, 1)
+    state.restore_rank(folder, 0, 1)
     again = [torch.rand(100), torch.rand(100, device=place)]
     assert all(map(torch.equal, first, again))
     return {}

@@ -60,7 +60,7 @@ def test_random_numbers_go_on(tmp_path):
         (tmp_path / state.rank_file(rank)).write_text(state.of_rank(2, {"slots": {}}))
         following = torch.rand(4)
     torch.manual_seed(0)
-    state.into_rank(tmp_path, 1, 2)
+    state.restore_rank(tmp_path, 1, 2)
     assert torch.equal(torch.rand(4), following)
 
 

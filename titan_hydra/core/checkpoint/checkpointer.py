@@ -292,7 +292,7 @@ class Checkpointer:
             self.start_from(self.config.initial_load_path, read_model_config(path))
         self._load(path, PARTS, self.model)
         self.saved = checkpoints.step_of(path)
-        return self.saved, state.into_rank(path, self.run.rank, self.run.world_size)
+        return self.saved, state.restore_rank(path, self.run.rank, self.run.world_size)
 
     def start_from(self, path: str, model: Model, rules: Rules | None = None) -> tuple[int, dict[str, Any] | None]:
         """Load another run's checkpoint, without the parts in exclude_from_loading, or the weights of a Hugging Face
@@ -314,7 +314,7 @@ class Checkpointer:
         if problems := self._problems(source) if layout.MANIFEST.of(source).exists() else []:
             raise CheckpointError(f"{source} is damaged: {'; '.join(problems)}")
         self._load(source, {"model", "optimizer"} - left_out, self.base)
-        data_state = None if "data" in left_out else state.into_rank(source, self.run.rank, self.run.world_size)
+        data_state = None if "data" in left_out else state.restore_rank(source, self.run.rank, self.run.world_size)
         return 0 if "lr_scheduler" in left_out else checkpoints.step_of(source), data_state
 
     def save_weights(self, path: Path, sections: dict[str, Any], dtype: str) -> None:

@@ -97,7 +97,7 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.json"
 
 
-def into_rank(path: Path, rank: int, world_size: int) -> dict[str, Any]:
+def restore_rank(path: Path, rank: int, world_size: int) -> dict[str, Any]:
     """Return the merged data states of all ranks. Also restore this rank's random generators, if the run has as many ranks
     as the checkpoint.
     """

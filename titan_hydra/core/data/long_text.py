@@ -37,7 +37,10 @@ class Piece:
     last: bool = True
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the tokens of this part, with begin-of-text if it is the first part, end-of-text if it is the last."""
+        """Return the tokens of this part, with begin-of-text if it is the first part, end-of-text if it is the last. The
+        part is encoded with the characters around it, as these decide how its ends are cut into tokens; their own tokens
+        are then left out.
+        """
         ids = tokenizer.encode(self.before + self.text + self.behind)
         edge = self.text[-1:]
         begin = len(tokenizer.encode(self.before)) if self.before else 0

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,22 +51,33 @@ def score_texts(
         raise ConfigError(f"{file}: no text in it")
 
 
+class TextWindow(NamedTuple):
+    """A part of a row that one forward sees. The losses of its tokens from `first` on count."""
+
+    row: int
+    tokens: np.ndarray
+    first: int
+
+
 def _score(rows: list[np.ndarray], model: nn.Module, context: int, room: int) -> list[float]:
-    """Return the sum of the losses of each row; a forward takes at most `room` tokens, or one window."""
-    parts = [
-        (number, row[begin:end], first - begin)
+    """Return the sum of the losses of each row. Windows of about the same length share a forward, which takes at most
+    `room` tokens, or one window.
+    """
+    waiting = [
+        TextWindow(number, row[begin:end], first - begin)
         for number, row in enumerate(rows)
         for begin, first, end in windows(len(row), context)
     ]
-    parts.sort(key=lambda part: -len(part[1]))
+    waiting.sort(key=lambda window: -len(window.tokens))
     totals = [0.0] * len(rows)
-    while parts:
-        length = len(parts[0][1])
-        now, parts = parts[: max(room // length, 1)], parts[max(room // length, 1) :]
+    while waiting:
+        longest = len(waiting[0].tokens)
+        count = max(room // longest, 1)
+        batch, waiting = waiting[:count], waiting[count:]
         # later tokens do not change a token's loss, so padding does not either
-        tokens = np.stack([np.pad(part, (0, length - len(part))) for _, part, _ in now])
-        for (number, part, first), losses in zip(now, token_losses(model, torch.from_numpy(tokens)), strict=True):
-            totals[number] += losses[first - 1 : len(part) - 1].sum().item()
+        padded = np.stack([np.pad(window.tokens, (0, longest - len(window.tokens))) for window in batch])
+        for window, losses in zip(batch, token_losses(model, torch.from_numpy(padded)), strict=True):
+            totals[window.row] += losses[window.first - 1 : len(window.tokens) - 1].sum().item()
     return totals
 
 

@@ -82,24 +82,31 @@ def search(job: Job, gpus: int) -> tuple[list[Row], int]:
     If more than ROWS layouts fit, those on the Pareto front of speed and memory are kept before all others. If no
     layout fits, the tight ones are returned and, if there are none, those that need least memory.
     """
-    found = [*_points(prepared(job, gpus))]
-    if found and (reason := timed(found[0], exact=False).reason):
+    layouts = [*_points(prepared(job, gpus))]
+    if layouts and (reason := timed(layouts[0], exact=False).reason):
         raise NotPredictable(reason)
-    rough = [timed(one, exact=False) for one in found if one.fits != "no"]
-    rough.sort(key=lambda one: -one.speed.tokens_per_second)
+    by_speed = [timed(layout, exact=False) for layout in layouts if layout.fits != "no"]
+    by_speed.sort(key=lambda layout: -layout.speed.tokens_per_second)
     # twice as many layouts as are returned get an exact prediction of their time
-    sure = _exact(job, (one for one in rough if one.fits != "tight"), 2 * ROWS)
-    tight = _exact(job, (one for one in rough if one.fits == "tight"), 2 * ROWS)
-    if not (sure or tight):
-        return _exact(job, sorted(found, key=lambda one: one.peak.gib), ROWS), len(found)
-    fastest = min(map(_rank, sure), default=(0.0, 0.0))
+    fitting = _exact(job, (layout for layout in by_speed if layout.fits != "tight"), 2 * ROWS)
+    tight = _exact(job, (layout for layout in by_speed if layout.fits == "tight"), 2 * ROWS)
+    if not (fitting or tight):
+        return _exact(job, sorted(layouts, key=lambda layout: layout.peak.gib), ROWS), len(layouts)
+    fastest = min(map(_rank, fitting), default=(0.0, 0.0))
+    faster = [row for row in tight if _rank(row) < fastest]
+    rows = _with_front(sorted([*fitting, *faster], key=_rank))
+    above = [row for row in rows if row.prediction.fits != "tight"]
+    below = [row for row in rows if row.prediction.fits == "tight"]
+    return [*_best(above, ROWS), *_best(below, FASTER if fitting else ROWS)], len(layouts)
+
+
+def _with_front(by_speed: list[Row]) -> list[Row]:
+    """Mark the rows of the Pareto front: those that need less memory than every faster row."""
     marked, least = [], float("inf")
-    for row in sorted([*sure, *(row for row in tight if _rank(row) < fastest)], key=_rank):
+    for row in by_speed:
         marked.append(replace(row, front=row.prediction.peak.gib < least))
         least = min(least, row.prediction.peak.gib)
-    below = [row for row in marked if row.prediction.fits == "tight"]
-    above = [row for row in marked if row.prediction.fits != "tight"]
-    return [*_best(above, ROWS), *_best(below, FASTER if sure else ROWS)], len(found)
+    return marked
 
 
 def _rank(row: Row) -> tuple[float, float]:

@@ -128,8 +128,8 @@ def sweeps_with(run: Path) -> list[Path]:
 
 
 def faults_of_state(going: Going, force: bool) -> Iterator[str]:
-    """Yield why runs may not be touched: they are active, or their jobs or searches are. `force` lets those go of which
-    it is not known.
+    """Yield why runs may not be touched: a run is active, the job of a run that is done has not ended, or a search that
+    draws their cells goes on. With `force`, a run whose state is not known, and one whose job has not ended, may be.
     """
     repeats = [cell.directory for sweep in going.sweeps for cell in find.sweep(sweep).cells if cell.directory.is_dir()]
     runs = [*dict.fromkeys([*going.runs, *repeats])]

@@ -238,7 +238,9 @@ def _inside(info: tarfile.TarInfo, links: set[str]) -> bool:
 
 
 def _take_out(tar: tarfile.TarFile, info: tarfile.TarInfo, into: Path | None) -> str:
-    """Read a member, and write it if `into` is a folder: of a link, nothing yet. Return its checksum."""
+    """Read a member of an archive to its end, and return its checksum. If `into` is a folder, also write the member there,
+    unless it is a link: links are made when all files are there.
+    """
     target = into / info.name if into else None
     if not info.isreg():
         if target and info.isdir():

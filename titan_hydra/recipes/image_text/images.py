@@ -166,20 +166,21 @@ class ImageReader(ConversationReader):
         """Encode texts and images. Only text is learned. The ids at an image's tokens have no meaning, as the tower's
         output replaces their embeddings.
         """
-        words = self.tokenizer
-        ids, trained, pictures = [] if words.bos_id is None else [words.bos_id], [], list[tuple[int, Picture]]()
+        tokenizer = self.tokenizer
+        ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         trained = [True] * len(ids)
+        pictures: list[tuple[int, Picture]] = []  # each with the position of its first token
         for part in parts:
             if isinstance(part, str):
-                new = words.encode(part)
+                new = tokenizer.encode(part)
             else:
                 picture = self.picture(part, where)
                 pictures.append((len(ids), picture))
-                new = [words.eos_id] * (picture.rows * picture.columns)
+                new = [tokenizer.eos_id] * (picture.rows * picture.columns)
             ids += new
             trained += [isinstance(part, str)] * len(new)
         return Illustrated(
-            np.array([*ids, words.eos_id], dtype=np.int32), np.array([*trained, True]), pictures=pictures
+            np.array([*ids, tokenizer.eos_id], dtype=np.int32), np.array([*trained, True]), pictures=pictures
         )
 
     def text(self, turns: Turns, begin: int, end: int) -> str:

@@ -49,10 +49,11 @@ class Probes:
 
     def __init__(self, job: Job, run: Run, model: nn.Module, weights: nn.Module) -> None:
         """Hook the modules of `model`; `weights` holds the parameters of the optimizers."""
-        self.config, self.run, self.weights, config = job.debug, run, weights, job.debug
+        self.config = config = job.debug
+        self.run, self.weights = run, weights
         self.modules = family_of(job.model).modules(job.model)
-        self.calls: Counter[tuple[str, str, str]] = Counter()
-        self.seen: dict[Observation, Tensor] = {}
+        self.calls: Counter[tuple[str, str, str]] = Counter()  # of (when, what, name) in this step
+        self.seen: dict[Observation, Tensor] = {}  # what was measured of each tensor in this step
         if config.nan_hunt or config.trace_activations:
             hook(model, self.observe)
         self.file = layout.ACTIVATIONS.of(run.attempt, run.rank).open("a") if config.trace_activations else None

@@ -97,9 +97,11 @@ class OnDevice:
         """Return the seconds of all collectives of the step before the last, which the device has completed."""
         if len(self.steps) < 2:
             return UNKNOWN
-        entries = [
-            entry for dump in flight_recorders() for entry in pickle.loads(dump(True, False, False)).get("entries", [])
-        ]
+        entries = []
+        for dump in flight_recorders():
+            with_collectives, with_stacks, only_active = True, False, False
+            content = pickle.loads(dump(with_collectives, with_stacks, only_active))
+            entries += content.get("entries", [])
         return seconds_of_collectives(entries, *self.steps[0])
 
     def next_step(self, recorded: bool) -> None:

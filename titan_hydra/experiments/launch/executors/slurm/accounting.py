@@ -75,7 +75,14 @@ def _without_trace(attempt: Path) -> Failure:
     log = layout.JOB_LOG.of(attempt)
     existing_log = log if log.exists() else None
     return Failure(
-        None, status, line, layout.last_lines(log), existing_log, kind, host if kind == Kind.NODE else None, attempt
+        rank=None,
+        status=status,
+        line=line,
+        detail=layout.last_lines(log),
+        log=existing_log,
+        kind=kind,
+        host=host if kind == Kind.NODE else None,
+        attempt=attempt,
     )
 
 
