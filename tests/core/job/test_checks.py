@@ -218,6 +218,7 @@ BAD = [  # changed values, the key and the rule that are named, the nearest lega
         "[output]",
     ),
     ({"precision__converter": "mxfp8", "parallelism__tp": 2}, "parallelism.tp", "tensor_parallel_takes_the_format", "1"),
+    ({"precision__converter": "mxfp8", "precision__converts": "both"}, "precision.converts", "format_suits_the_job", "linears"),
     ({"loss__chunk_tokens": 0}, "loss.chunk_tokens", "values_are_what_the_schema_takes", "1"),
     ({"model__rope_scaling__low_freq_factor": 4.0}, "model.rope_scaling.low_freq_factor", "family_takes_its_own_keys", ""),
     ({"model__ffn_dim_multiplier": 1e-9}, "model.ffn_dim_multiplier", "family_takes_its_own_keys", ""),

@@ -7,6 +7,7 @@ UNITS, FLOAT8 = "core/kernels/float8_units.py", "core/kernels/float8.py"
 BF16_TP, BF16_ALONE = "bf16, tp 2, sequence parallel on", "bf16, single, accumulation 4"
 WHOLE, FUSED = "split masters against whole ones, tp 2", "float8 fused against torchao"
 LOADED = "whole masters, fsdp 2, then split masters, tp 2, resumed"
+MXFP8_TESTS = "tests/core/kernels/test_mxfp8.py"
 SPLIT_TESTS, MASTER_TESTS = "tests/core/parallel/test_split_masters.py", "tests/core/parallel/test_masters.py"
 
 # fmt: off
@@ -52,5 +53,14 @@ MUTANTS = [
            "Normed(x, self.weight.detach() * 0 + 1, self.eps)",
            "Where linears apply the norm of their input, the norm's weight is left out.",
            ("float8 fused, fsdp 2",), ("tests/core/parallel/test_fused.py::test_a_block_is_as_near_to_float32_as_torchaos",)),
+    Mutant("experts that send their rows multiply in the compute dtype", "mxfp8 experts, ep", "core/models/moe.py",
+           "w2, ends, self.format)", 'w2, ends, "" if self.sends else self.format)',
+           "Under expert parallelism, the last product of experts is not in MXFP8.", ("mxfp8 experts, qwen3_moe, fsdp 2, ep 2",)),
+    Mutant("experts in MXFP8 have plain gradients", "mxfp8 experts", "core/kernels/grouped.py", "PRODUCTS[format](gradient, weights, ends)",
+           'PRODUCTS[""](gradient, weights, ends)', "Gradients of rows are not rounded.", (),
+           (f"{MXFP8_TESTS}::test_the_emulation_has_the_bits_of_torchaos",)),
+    Mutant("blocks of a weight run along its outputs", "mxfp8 experts", "core/kernels/mxfp8.py",
+           "round_mxfp8(weights.transpose(-2, -1)).transpose(-2, -1)", "round_mxfp8(weights)",
+           "Elements that one product does not sum share a scale.", (), (f"{MXFP8_TESTS}::test_the_emulation_has_the_bits_of_torchaos",)),
 ]
 # fmt: on

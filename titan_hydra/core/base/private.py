@@ -101,6 +101,9 @@ MEMBERS: dict[str, str | tuple[str, ...]] = {  # name here: its `module:member`,
         "torchao.prototype.moe_training.mxfp8_linear:_to_mxfp8_then_scaled_mm",
         "torchao.prototype.mx_formats.mx_linear:_to_mxfp8_then_scaled_mm",
     ),
+    # MXFP8: torchao's product of groups of rows, and whether its wheel has the kernels for it.
+    "mxfp8_grouped_matmul": "torchao.prototype.moe_training.mxfp8_grouped_mm:_to_mxfp8_then_scaled_grouped_mm",
+    "mxfp8_kernels": "torchao.prototype.moe_training.mxfp8_grouped_mm:_SM100_KERNELS_AVAILABLE",
     # Float8: the matmul with a scale for each row of both matrices.
     "scaled_mm": "torch:_scaled_mm",
     # Muon: two functions of torch's own optimizer, which are applied to sharded matrices here.

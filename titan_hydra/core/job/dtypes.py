@@ -32,6 +32,12 @@ def has_one_scale(job: Job) -> bool:
     return format is not None and format.one_scale(job.precision)
 
 
+def converts(job: Job, what: str) -> bool:
+    """Whether the job's format is that of `what`: of its "linears", or of its "experts"."""
+    format = FORMATS.get(job.precision.converter)
+    return format is not None and what in format.parts(job.precision)
+
+
 def gathers_in_format(job: Job) -> bool:
     """Whether FSDP gathers weights in the job's format."""
     format = FORMATS.get(job.precision.converter)

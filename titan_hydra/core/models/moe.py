@@ -231,6 +231,8 @@ class Observed(torch.autograd.Function):
 class Experts(nn.Module):
     """SwiGLU feed-forwards, one for each expert, as three stacked matrices [experts, ...]."""
 
+    format = ""  # number format of the products, one of kernels/grouped.py; a class of its own forward declares its own
+
     def __init__(self, config: SparseModel):
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(config.n_experts, config.expert_dim, config.dim))
@@ -248,7 +250,8 @@ class Experts(nn.Module):
         w1, w2, w3 = (self.read(weight) for weight in (self.w1, self.w2, self.w3))
         rows = Moved.apply(rows, order, inverse)
         last = sent_grouped_matmul if self.sends else grouped_matmul
-        rows = last(F.silu(grouped_matmul(rows, w1, ends)) * grouped_matmul(rows, w3, ends), w2, ends)
+        gate, up = (grouped_matmul(rows, weight, ends, self.format) for weight in (w1, w3))
+        rows = last(F.silu(gate) * up, w2, ends, self.format)
         return Moved.apply(rows, inverse, order)
 
 

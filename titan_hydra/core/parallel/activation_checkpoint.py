@@ -166,7 +166,7 @@ class Unsent(TorchDispatchMode):
         self, operator: OpOverload, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if operator in self.sent:
-            rows, weights, _ = args
+            rows, weights, *_ = args
             return rows.new_empty(len(rows), weights.shape[1])
         return operator(*args, **(kwargs or {}))
 

@@ -15,7 +15,8 @@ def float8_casts(shape: Shape, factors: Factors) -> Pair:
         once, gradients = (factors.fused * traffic / bandwidth(shape, factors) for traffic in fused_traffic(shape))
         return Pair(once, gradients + recomputed(shape).rest * once)
     weights = _weight_casts(shape, factors)
-    inputs, outputs = ((casts * shape.tokens + weights) / bandwidth(shape, factors) for casts in _casts(shape, factors))
+    each = zip(_casts(shape, factors), _expert_casts(shape, factors), strict=True)
+    inputs, outputs = ((one * shape.tokens + weights + more) / bandwidth(shape, factors) for one, more in each)
     return Pair(inputs, outputs + recomputed(shape).matmuls * inputs)
 
 
@@ -28,7 +29,7 @@ def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
     counted.
     """
     dim = shape.job.model.dim
-    if not shape.format:
+    if not shape.fast_linears:
         return 0, 0
     rows = sum(linear.inputs for linear in shape.linears if not linear.column) / shape.job.parallelism.tp
     inputs = rows + 2 * dim / shape.sequence  # attention's linears share one input, and so do those of the feed-forward
@@ -42,7 +43,7 @@ def _weight_casts(shape: Shape, factors: Factors) -> float:
     """Return the bytes of memory traffic of one cast of a block's weights to Float8. The forward makes one such cast,
     and the backward makes another. If FSDP gathers weights in Float8, each rank casts only its shards.
     """
-    if not shape.format:
+    if not shape.fast_linears:
         return 0.0
     weights = sum(linear.size(shape.job.parallelism.tp) for linear in shape.linears)
     return (
@@ -51,6 +52,22 @@ def _weight_casts(shape: Shape, factors: Factors) -> float:
         * (1 if shape.one_scale else factors.rowwise)
         / (shape.shards if shape.gathered < shape.used else 1)
         / (shape.microbatches * shape.rounds if shape.transformer_engine else 1)  # which casts weights once in a step
+    )
+
+
+def _expert_casts(shape: Shape, factors: Factors) -> tuple[float, float]:
+    """Return the bytes of memory traffic for casts of experts: (forward, backward). Each of the three products casts its
+    rows and its weights by itself. The backward casts the outputs' gradients, and copies the weights before it casts them,
+    because the kernels read another order in memory.
+    """
+    if not shape.fast_experts or shape.experts is None:
+        return 0.0, 0.0
+    experts, scale = shape.experts, CAST_BYTES * factors.cast * factors.rowwise
+    rows = shape.tokens * experts.rows
+    weights = scale * experts.parameters
+    return (
+        scale * rows * (2 * experts.dim + experts.width) + weights,
+        scale * rows * (experts.dim + 2 * experts.width) + weights + 2 * shape.used * experts.parameters,
     )
 
 

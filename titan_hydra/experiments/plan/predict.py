@@ -17,7 +17,7 @@ from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.load import picked_anew
 from titan_hydra.core.job.config.registry import DATA_SOURCES, EXECUTORS
 from titan_hydra.core.job.config.schema import ActivationCheckpoint, Job
-from titan_hydra.core.job.dtypes import GIB
+from titan_hydra.core.job.dtypes import GIB, converts
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.inputs import data_sources
 from titan_hydra.core.job.ranks import all_ranks, runs_here
@@ -226,6 +226,11 @@ def notes(job: Job) -> list[str]:
     if job.model.sparse:
         exchange = DISPATCHERS[job.hardware.dispatcher]
         lines.append(f"{exchange} exchanges rows of experts between ranks (hardware.dispatcher)")
+    if converts(job, "experts") and not job.precision.emulate:
+        lines.append(
+            f"precision={job.precision.name}: experts multiply at hardware.float8_tflops times the ratio of grouped matmuls in bf16; "
+            "nobody measured this, and weights' gradients are in bf16"
+        )
     if pinned := on_the_host(job):
         lines.append(f"ac={job.ac.name}: {in_bytes(pinned)} of pinned host memory for each device")
     return lines

@@ -14,7 +14,7 @@ from titan_hydra.core.job.batches import local_batches, microbatch_size, microba
 from titan_hydra.core.job.config.family import Linear, Stack, family_of
 from titan_hydra.core.job.config.registry import ADAPTERS, FORMATS, Format, states_per_parameter
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.dtypes import SIZE, gathers_in_format, gradient_dtype, has_one_scale, is_opaque
+from titan_hydra.core.job.dtypes import SIZE, converts, gathers_in_format, gradient_dtype, has_one_scale, is_opaque
 from titan_hydra.core.job.pipeline import blocks_of_stages, modules_of_stages, stages_of_ranks
 from titan_hydra.core.job.ranks import sparse
 from titan_hydra.core.job.recomputation import EXCHANGE, mode_of, recomputed_share, saves
@@ -110,6 +110,16 @@ class Shape:
     def format(self) -> Format | None:
         """The number format of the linears; None if they have none, or if the format is emulated in the compute dtype."""
         return None if self.job.precision.emulate else FORMATS.get(self.job.precision.converter)
+
+    @property
+    def fast_linears(self) -> bool:
+        """Whether linears multiply in the number format."""
+        return self.format is not None and converts(self.job, "linears")
+
+    @property
+    def fast_experts(self) -> bool:
+        """Whether experts do, in the forward and for their rows' gradients."""
+        return self.format is not None and self.experts is not None and converts(self.job, "experts")
 
     @property
     def fused_casts(self) -> bool:
@@ -250,7 +260,7 @@ class Shape:
         """For each matmul of `sizes`, whether selective activation checkpointing keeps its output, so that it is not
         computed again.
         """
-        linears = saves(self.job, *(("aten._scaled_mm",) if self.format else ("aten.mm", "aten.addmm")))
+        linears = saves(self.job, *(("aten._scaled_mm",) if self.fast_linears else ("aten.mm", "aten.addmm")))
         routed = [linears, *[saves(self.job, "titan_hydra.grouped_matmul")] * 3] if self.experts else []
         listed = [*[linears] * self.after, *routed, *[linears] * (len(self.linears) - self.after)]
         every, rest = mode_of(self.job).matmuls, len(self.linears) - self.after

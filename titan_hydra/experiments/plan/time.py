@@ -113,8 +113,9 @@ def _matmuls(shape: Shape, factors: Factors) -> Pair:
     """Return the seconds of a block's linears and experts. The backward has two matmuls for each matmul of the forward."""
     tp = shape.job.parallelism.tp
     linears = sum(2 * shape.tokens * linear.size(tp) / _rate(shape, linear) for linear in shape.linears)
-    once = linears + _experts(shape, factors)
-    return Pair(once, (2 + recomputed(shape).matmuls) * once)
+    experts, of_weights = (_experts(shape, factors, kind) for kind in (shape.fast_experts, False))
+    once = linears + experts
+    return Pair(once, (2 + recomputed(shape).matmuls) * once + of_weights - experts)
 
 
 def _attention(shape: Shape, factors: Factors) -> Pair:
@@ -220,21 +221,19 @@ def head_passes(shape: Shape, factors: Factors) -> Pair:
     return Pair(matmul + forward * logits, 2 * matmul + backward * logits)
 
 
-def _experts(shape: Shape, factors: Factors) -> float:
-    """Return the seconds of the experts' matmuls in one forward of a microbatch. They reach low FLOP/s, as an expert
-    has few rows.
+def _experts(shape: Shape, factors: Factors, fast: bool) -> float:
+    """Return the seconds of the experts' matmuls in one forward of a microbatch, `fast` in the number format. They reach
+    low FLOP/s, as an expert has few rows.
     """
     if not shape.experts:
         return 0.0
     hardware, rows = shape.job.hardware, shape.tokens * shape.experts.rows
     smallest = min(rows * shape.experts.ep / shape.experts.number, shape.experts.dim, shape.experts.width)
-    top, half = hardware.bf16_tflops * factors.grouped, hardware.small_matmul
-    if shape.transformer_engine:
-        top, half = (
-            (hardware.float8_tflops, hardware.small_float8)
-            if shape.format
-            else (hardware.bf16_tflops, hardware.small_matmul)
-        )
+    fast = fast or (shape.transformer_engine and shape.format is not None)
+    top, half = (
+        (hardware.float8_tflops, hardware.small_float8) if fast else (hardware.bf16_tflops, hardware.small_matmul)
+    )
+    top *= 1 if shape.transformer_engine else factors.grouped
     rate = top * 1e12 * smallest / (smallest + half) / (shape.used / 2)
     return imbalance(shape, factors) * 6 * rows * shape.experts.dim * shape.experts.width / rate
 
@@ -245,7 +244,7 @@ def _rate(shape: Shape, linear: Linear) -> float:
     """
     tp, hardware, precision = shape.job.parallelism.tp, shape.job.hardware, shape.job.precision
     smallest = min(shape.tokens, linear.share("inputs", tp), linear.share("outputs", tp))
-    fast = shape.format and linear.name not in precision.skip
+    fast = shape.fast_linears and linear.name not in precision.skip
     top, half = (
         (hardware.float8_tflops, hardware.small_float8) if fast else (hardware.bf16_tflops, hardware.small_matmul)
     )

@@ -19,6 +19,7 @@ from .case import (
     MOE,
     MUON,
     MXFP8,
+    MXFP8_EXPERTS,
     NOT_ON_OLD_TORCH,
     ODD,
     PACKED,
@@ -295,6 +296,19 @@ MATRIX = [
     case("qwen3, float8 rowwise, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **ROWWISE | {"base": (*QWEN, *ROWWISE["base"])}),
     case("qwen3, float8 fused, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **FUSED | {"base": (*QWEN, *FUSED["base"])}),
 
+    # Experts in MXFP8. Elements that share a scale are part of one row, or of one row or column of a weight, which no layout
+    # splits, so a layout rounds the same values. In later steps a last bit may still change a rounded value, and with it a
+    # token's experts.
+    *(case(f"mxfp8 experts, {family}, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batch}", *more, slow=ranks > 2,
+           routing=False, weights=0.2, base=(*base, "precision=fp32", *MXFP8_EXPERTS))
+      for family, base in SPARSE for name, ranks, layout, batch, *more in (
+          ("fsdp 2", 2, "fsdp", 8), ("fsdp 2, ep 2", 2, "fsdp", 4, "parallelism.ep=2"), ("tp 2", 2, "tp", 16),
+          ("tp 2, ep 2", 2, "tp", 16, "parallelism.ep=2"), ("pp 2", 2, "pp", 8), ("fsdp 4, pp 2", 4, "fsdp_pp", 8, "parallelism.ep=2"))),
+    case("mxfp8 experts and linears, deepseek_v3, fsdp 2, ep 2", 2, "parallelism=fsdp", "parallelism.ep=2", "data.local_batch=8",
+         routing=False, weights=0.2, base=(*LATENT, "precision=fp32", *MXFP8_EXPERTS, "precision.converts=both")),
+    *in_bf16("mxfp8 experts", *MOE, *MXFP8_EXPERTS, gradients=0.2, weights=0.3, routing=False, slow=True),
+    case("mxfp8 experts against fp32", 2, "parallelism=fsdp", "data.local_batch=8", *MXFP8_EXPERTS, base=(*MOE, "precision=fp32"),
+         loss=1e-2, norm=1e-2, gradients=0.15, weights=0.5, routing=False),
     # Experts are distributed over ep of the dp_shard x cp x tp ranks; each expert is sharded over all ranks that hold
     # the same experts.
     *(case(f"{family}, single, accumulation 4", 1, "parallelism=single", "data.local_batch=4", base=base) for family, base in SPARSE),

@@ -150,6 +150,15 @@ class Float8(Precision):
 
 
 @dataclass
+class MXFP8(Precision):
+    converts: str = key(
+        "linears",
+        "what multiplies in MXFP8: linears, experts (their matmuls, but for the weights' gradients), or both",
+        choices=("linears", "experts", "both"),
+    )
+
+
+@dataclass
 class WandBTracker:
     project: str = key("titan_hydra", "project in wandb", WORD, identity=False)
     entity: str | None = key(None, "user or team in wandb; null: the default of the account", WORD, identity=False)
@@ -297,7 +306,18 @@ register(
         plain=f"{FLOAT8}:plain",
     )
 )
-register(Format("mxfp8", "titan_hydra.core.parallel.formats.mxfp8:convert", 32, tensor_parallel=False))
+register(
+    Format(
+        "mxfp8",
+        "titan_hydra.core.parallel.formats.mxfp8:convert",
+        32,
+        config=MXFP8,
+        plain_gradients=lambda precision: precision.converts == "experts",
+        faults="titan_hydra.core.job.rules.precision:mxfp8_faults",
+        parts=lambda precision: ("linears", "experts") if precision.converts == "both" else (precision.converts,),
+        tensor_parallel=False,
+    )
+)
 
 register(SearchKind("off"))
 

@@ -247,6 +247,8 @@ class Format:
     gathered: Callable[[Any], bool] = lambda precision: False
     opaque: Callable[[Any], bool] = lambda precision: False
     faults: Reference | None = None  # (Job) -> further faults: what the format cannot be combined with
+    # (Precision) -> what is converted: "linears", "experts" (torch's grouped matmuls), or both
+    parts: Callable[[Any], tuple[str, ...]] = lambda precision: ("linears",)
     tensor_parallel: bool = True  # whether the converted linears can be split over ranks
     linears: Reference | None = None  # (Job) -> the styles with which tensor parallelism splits converted linears
     before_forward: Reference | None = None  # (model) -> None; called before the forwards of a step or of a validation

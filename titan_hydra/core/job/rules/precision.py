@@ -9,7 +9,8 @@ from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import Fault, fault_at, multiples_around
 from titan_hydra.core.job.config.registry import FORMATS, resolve
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.dtypes import has_one_scale, is_opaque
+from titan_hydra.core.job.dtypes import converts, has_one_scale, is_opaque
+from titan_hydra.core.job.ranks import sparse
 
 
 def format_suits_the_job(job: Job) -> Iterator[Fault]:
@@ -46,6 +47,17 @@ def float8_faults(job: Job) -> Iterator[Fault]:
     elif job.parallelism.tp > 1:
         reason = f"they cast whole rows, which parallelism.tp={job.parallelism.tp} splits"
         yield fault_at(job, "precision.kernels", reason, "torchao")
+
+
+def mxfp8_faults(job: Job) -> Iterator[Fault]:
+    """A model whose experts are converted has experts, and the experts' width is in whole blocks of scales."""
+    if not converts(job, "experts"):
+        return
+    if not job.model.sparse:
+        yield fault_at(job, "precision.converts", f"{job.model.family} has no experts", "linears")
+    elif (width := sparse(job).expert_dim) % (step := FORMATS["mxfp8"].step):
+        reason = f"experts in mxfp8 need multiples of {step}"
+        yield Fault("model.expert_dim", width, reason, legal=multiples_around(width, step))
 
 
 def _without_rows(job: Job) -> str | None:
@@ -105,7 +117,7 @@ def tensor_parallel_takes_the_format(job: Job) -> Iterator[Fault]:
     precision, format = job.precision, FORMATS.get(job.precision.converter)
     if job.parallelism.tp == 1 or format is None:
         return
-    if not format.tensor_parallel:
+    if not format.tensor_parallel and converts(job, "linears"):
         yield fault_at(job, "parallelism.tp", f"{format.name} linears are not split over ranks; FSDP shards them", 1)
     if has_one_scale(job) and not precision.emulate and precision.skip != ["output"]:
         reason = f"under tp the linears of a block share an input in {format.name}"

@@ -56,24 +56,28 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def select_linears(model: nn.Module, precision: Precision) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the linears to convert, and the names of the others (and of stacked experts) with the reason.
-    Raises ConfigError if no linear matches a name to skip.
+    """Return the names of the linears and of the stacked experts to convert, and the names of the others with the reason.
+    Raises ConfigError if none has a name to skip.
 
     A linear is left out if its name contains one of `precision.skip` (`wk`: those of every block; `layers.0.`: a whole
     block), if its dimensions are not multiples of the format's step, if it is the head, or if its class has its own
     forward. It is also left out in a module with `per_sample`, which gets one row for each sample: the matmul for the
     weight's gradient sums over these rows, and kernels need a multiple of the step there too.
     """
-    step = FORMATS[precision.converter].step
+    format = FORMATS[precision.converter]
+    step, parts = format.step, format.parts(precision)
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    experts = {name for name, module in model.named_modules() if any(p.dim() == 3 for p in module.parameters(False))}
     for part in precision.skip:
-        if not any(part in name for name in names):
+        if not any(part in name for name in (*names, *experts)):
             raise ConfigError(f"precision.skip={part}: no linear's name contains it; one of {', '.join(kinds(names))}")
     few = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "per_sample", False))
     left = {}
     for name in names:
         module = model.get_submodule(name)
-        if module is model.output:
+        if "linears" not in parts:
+            left[name] = f"linears, computed in {precision.compute_dtype}"
+        elif module is model.output:
             left[name] = "the head"
         elif any(part in name for part in precision.skip):
             left[name] = "precision.skip"
@@ -83,21 +87,25 @@ def select_linears(model: nn.Module, precision: Precision) -> tuple[list[str], d
             left[name] = f"{module.in_features} x {module.out_features} is not in steps of {step}"
         elif name.startswith(few):
             left[name] = "one row a sample"
-    chosen = [name for name in names if name not in left]
+    for name in sorted(experts):
+        if "experts" not in parts:
+            left[name] = f"grouped matmuls, computed in {precision.compute_dtype}"
+        elif any(part in name for part in precision.skip):
+            left[name] = "precision.skip"
+        elif "format" not in vars(type(model.get_submodule(name))):
+            left[name] = f"a {type(model.get_submodule(name)).__name__}, with a forward of its own"
+    chosen = [name for name in (*names, *sorted(experts)) if name not in left]
     if not chosen:
         raise ConfigError(
-            f"precision={precision.name}: converts no linear ({'; '.join(grouped(left))}); nearest legal: bf16"
+            f"precision={precision.name}: converts nothing ({'; '.join(grouped(left))}); nearest legal: bf16"
         )
-    experts = dict.fromkeys(
-        name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter.dim() == 3
-    )
-    return chosen, left | dict.fromkeys(experts, f"grouped matmuls, computed in {precision.compute_dtype}")
+    return chosen, left
 
 
-def report_linears(format: str, chosen: list[str], left: dict[str, str]) -> list[str]:
-    """Return lines for the log: how many linears were converted, which, and why the others were not."""
+def report_linears(format: str, chosen: list[str], left: dict[str, str], what: str = "linears") -> list[str]:
+    """Return lines for the log: how many modules were converted, which, and why the others were not."""
     return [
-        f"{format}: {len(chosen)} linears converted: {', '.join(kinds(chosen))}; {len(left)} not: {', '.join(grouped(left))}"
+        f"{format}: {len(chosen)} {what} converted: {', '.join(kinds(chosen))}; {len(left)} not: {', '.join(grouped(left))}"
     ]
 
 
