@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ def convert(model: nn.Module, job: Job, mesh: Mesh, device: torch.device) -> lis
         return y if linear.bias is None else y + linear.bias
 
     for name in chosen:
-        module = model.get_submodule(name)
+        module: Any = model.get_submodule(name)
         if isinstance(module, nn.Linear):
             module.forward = MethodType(forward, module)
         else:  # experts, whose products are operators that know the format (core/kernels/grouped.py)
