@@ -109,3 +109,12 @@ def test_what_cannot_be_combined_is_refused_before_the_start(words, key, code, l
     assert [(fault.key, fault.code, " or ".join(map(str, fault.legal))) for fault in faults] == (
         [(key, code, legal)] if key else []
     )
+
+
+@pytest.mark.parametrize("format", ["", "mxfp8 emulated"])
+def test_frozen_weights_have_no_gradient_and_rows_the_same_one(format):
+    rows, weights, gradient = drawn(torch.float32)
+    ends = torch.tensor([20, 20, 70], dtype=torch.int32)
+    of_rows, _ = torch.autograd.grad(grouped_matmul(rows, weights, ends, format), (rows, weights), gradient)
+    alone = torch.autograd.grad(grouped_matmul(rows, weights.detach(), ends, format), rows, gradient)[0]
+    assert torch.equal(of_rows, alone)

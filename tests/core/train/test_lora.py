@@ -214,7 +214,19 @@ def test_exports_load_in_transformers_and_peft(adapted, pretrained, tmp_path, ca
             ["adapter.linears=[wq,wx]"],
             "adapter.linears=[wq,wx]: llama3 has no linear wx; nearest legal: [wq,wk,wv,wo,w1,w3,w2]",
         ),
-        (["model=qwen3_moe_debug"], "adapter.name=lora: experts of qwen3_moe have no adapters; nearest legal: none"),
+        (
+            ["adapter.experts=true"],
+            "adapter.experts=true: llama3 has no experts that adapter=lora adapts; nearest legal: false",
+        ),
+        (
+            ["model=qwen3_moe_debug", "adapter.experts=true", "adapter.rank=12", "precision.compute_dtype=bfloat16"],
+            "adapter.rank=12: adapters of experts need multiples of 8 on this layout; nearest legal: 8 or 16",
+        ),
+        (
+            ["model=deepseek_v3_debug", "parallelism=tp", "gpus=2"],
+            "adapter.linears=[]: with parallelism.tp=2 each rank computes all of wq_a, and its adapter has no part; "
+            "nearest legal: [wq_b,wkv_b,wo,w1,w3,w2]",
+        ),
         (
             ["precision=float8_emulate"],
             "precision.converter=float8: adapter=lora needs plain linears; nearest legal: null",

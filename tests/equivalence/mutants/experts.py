@@ -16,6 +16,12 @@ KEPT = f"{RANKS}::test_the_host_waits_once_for_each_layer_and_gathers_start_befo
 
 # fmt: off
 MUTANTS = [
+    Mutant("adapters of experts are not scaled", "lora, ep", "core/parallel/lora.py", "return base + self.factor * multiply(",
+           "return base + multiply(", "The products of experts' adapters are not multiplied by alpha / rank.",
+           ("lora of experts, qwen3_moe, fsdp 2, ep 2",)),
+    Mutant("an adapter's B is another expert's", "lora, ep", "core/parallel/lora.py", 'a, ends, ""), b, ends, "")',
+           'a, ends, ""), b.flip(0), ends, "")', "An expert's rows are multiplied by its own A and by another expert's B.",
+           ("lora of experts, qwen3_moe, fsdp 2, ep 2",)),
     Mutant("expert gradients are divided by the ep ranks", "ep", EXPERTS, "Travel.apply(rows, route.back, route.there)",
            "Travel.apply(rows, route.back, lambda gradient: route.there(gradient) / self.group.size())",
            "The gradients of experts are divided by the number of expert-parallel ranks.", (QWEN,), like="pytorch/pytorch#160285"),

@@ -306,14 +306,19 @@ def export_peft(source: Path, target: Path, dtype: torch.dtype, config_file: Pat
     file, section = find_section("checkpoint", checkpoint, config_file)
     base = initial_weights(file.parent, as_started(file, section["initial_load_path"]))
     hf, tensors, targets = hf_of(config), {}, set()
-    for name in meta_state(config):
+    for name, shape in ((name, meta.shape) for name, meta in meta_state(config).items()):
         if lora := reader.adapter(name):
             theirs = hf.name(name).removesuffix(".weight")
             targets.add(theirs.rpartition(".")[2])
-            tensors |= {
-                f"base_model.model.{theirs}.{part}.weight": lora[ours].to(dtype)
-                for part, ours in (("lora_A", "lora_a"), ("lora_B", "lora_b"))
-            }
+            for part, ours in (("lora_A", "lora_a"), ("lora_B", "lora_b")):
+                # PEFT names a linear; a stack of experts is one linear for each expert, whose number stands for {}
+                each = lora[ours].to(dtype) if "{}" in theirs else lora[ours].to(dtype)[None]
+                tensors |= {
+                    f"base_model.model.{theirs.format(expert)}.{part}.weight": matrix.clone()
+                    for expert, matrix in enumerate(each)
+                }
+        elif name in reader.changed and not torch.equal(*reader.both(name, shape)):
+            raise ConfigError(f"{source}: {name} has changed, and PEFT has no place for it; nearest legal: --format hf")
     make_target(target)
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
     about = {

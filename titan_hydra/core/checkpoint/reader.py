@@ -61,17 +61,34 @@ class Merged:
     def __init__(self, base: Reader | Folder, adapters: Reader, factor: float):
         self.base, self.adapters, self.factor = base, adapters, factor
         self.dtypes = base.dtypes
+        stored = adapters.metadata.state_dict_metadata
+        # buffers, which training may have changed, such as a router's bias
+        self.changed = {
+            name.removeprefix(PREFIX) for name in stored if name.startswith(PREFIX) and ".lora_" not in name
+        }
 
     def adapter(self, weight: str) -> dict[str, Tensor]:
-        """Return the matrices lora_a and lora_b of a weight's adapter; {} if it has none."""
-        stem, stored = weight.removesuffix("weight"), self.adapters.metadata.state_dict_metadata
+        """Return the matrices lora_a and lora_b of a weight's adapter; {} if it has none. Those of a stack of experts are
+        stacked too, and have the name of the stack at their end.
+        """
+        (owner, _, leaf), stored = weight.rpartition("."), self.adapters.metadata.state_dict_metadata
+        tail = "" if leaf == "weight" else f"_{leaf}"
         return {
-            part: self.adapters.tensor(stem + part, entry.size, torch.float32)
+            part: self.adapters.tensor(f"{owner}.{part}{tail}", entry.size, torch.float32)
             for part in ("lora_a", "lora_b")
-            if isinstance(entry := stored.get(f"{PREFIX}{stem}{part}"), TensorStorageMetadata)
+            if isinstance(entry := stored.get(f"{PREFIX}{owner}.{part}{tail}"), TensorStorageMetadata)
         }
 
     def tensor(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Read a whole parameter, merge it, and convert it to `dtype`."""
+        if name in self.changed:
+            return self.adapters.tensor(name, shape, dtype)
         weight, lora = self.base.tensor(name, shape, torch.float32), self.adapter(name)
-        return (weight.addmm_(lora["lora_b"], lora["lora_a"], alpha=self.factor) if lora else weight).to(dtype)
+        if lora:
+            add = weight.addmm_ if weight.dim() == 2 else weight.baddbmm_
+            add(lora["lora_b"], lora["lora_a"], alpha=self.factor)
+        return weight.to(dtype)
+
+    def both(self, name: str, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Read a buffer as it was before the training, and as it is after it."""
+        return self.base.tensor(name, shape, torch.float32), self.adapters.tensor(name, shape, torch.float32)

@@ -82,7 +82,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return *grouped_matmul_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.format), None, None
+    rows, weights, ends = ctx.saved_tensors
+    if not ctx.needs_input_grad[1]:  # frozen weights, whose gradient would be as large as they are
+        return grouped_matmul(gradient.contiguous(), weights.transpose(-2, -1), ends, ctx.format), None, None, None
+    return *grouped_matmul_backward(gradient.contiguous(), rows, weights, ends, ctx.format), None, None
 
 
 for operator in (grouped_matmul, sent_grouped_matmul):

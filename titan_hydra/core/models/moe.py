@@ -247,12 +247,15 @@ class Experts(nn.Module):
         before sorting.
         """
         ends = counts.cumsum(0, dtype=torch.int32)
-        w1, w2, w3 = (self.read(weight) for weight in (self.w1, self.w2, self.w3))
         rows = Moved.apply(rows, order, inverse)
+        gate, up = (self.product(name, rows, ends, grouped_matmul) for name in ("w1", "w3"))
         last = sent_grouped_matmul if self.sends else grouped_matmul
-        gate, up = (grouped_matmul(rows, weight, ends, self.format) for weight in (w1, w3))
-        rows = last(F.silu(gate) * up, w2, ends, self.format)
+        rows = self.product("w2", F.silu(gate) * up, ends, last)
         return Moved.apply(rows, inverse, order)
+
+    def product(self, name: str, rows: Tensor, ends: Tensor, multiply: Any) -> Tensor:
+        """Return the products of rows, sorted by expert, and their experts' matrices `name`; adapters add to it."""
+        return multiply(rows, self.read(getattr(self, name)), ends, self.format)
 
 
 class Local(nn.Module):

@@ -4,10 +4,12 @@ are trained.
 An adapted linear computes x W' + (alpha / rank) x A' B'. A [rank, inputs] starts with normal numbers, whose standard
 deviation is that of the paper's code and PEFT. B [outputs, rank] starts at zero, so the model is unchanged at the
 start. The weight keeps its name: checkpoints, Hugging Face names and the plan of tensor parallelism are the same as
-without adapters.
+without adapters. With adapter.experts, each matrix of each routed expert has two such matrices, which are stacked as the
+experts are: A [experts, rank, inputs] and B [experts, outputs, rank].
 """
 
-from typing import cast
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from titan_hydra.core.base.errors import ConfigError
-from titan_hydra.core.job.adapter import adapted, adapts
+from titan_hydra.core.job.adapter import adapted, adapts, adapts_experts
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.parts import LowRank
 from titan_hydra.core.job.config.registry import ADAPTERS, resolve
 from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.kernels.grouped import grouped_matmul
 
+from .experts import sparse_layers
 from .formats.select import is_plain
 from .mesh import Mesh
 from .whole import read_whole
@@ -57,6 +61,20 @@ class LoraLinear(nn.Linear):
         )
 
 
+@cache
+def adapted_experts(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of a class of experts whose products include those of adapters. The subclass has the name of
+    its class.
+    """
+
+    def product(self: Any, name: str, rows: Tensor, ends: Tensor, multiply: Any) -> Tensor:
+        base = kind.product(self, name, rows, ends, multiply)
+        a, b = (self.read(getattr(self, f"lora_{part}_{name}")) for part in "ab")
+        return base + self.factor * multiply(grouped_matmul(rows, a, ends, ""), b, ends, "")
+
+    return type(kind.__name__, (kind,), {"product": product, "__module__": kind.__module__})
+
+
 def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
     """Freeze the weights of a meta-device stage, in the compute dtype, and add adapters to linears of its blocks, in
     place.
@@ -86,6 +104,9 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
             )
         for linear in linears:
             adapt(linear, job)
+        if adapts_experts(job):
+            for layer in sparse_layers(block):
+                resolve(ADAPTERS[job.adapter.name].adapt_experts)(layer.experts, job)
 
 
 def adapt(linear: nn.Linear, job: Job) -> None:
@@ -110,3 +131,25 @@ def adapt(linear: nn.Linear, job: Job) -> None:
             placement = Shard(split) if linear.weight.placements[0].is_shard(split) else Replicate()
             matrix = distribute_tensor(matrix, linear.weight.device_mesh, [placement], src_data_rank=None)
         linear.register_parameter(name, nn.Parameter(matrix))
+
+
+def adapt_experts(experts: nn.Module, job: Job) -> None:
+    """Give stacked experts adapters, in place. A rank has the adapters of its own experts. Raises ConfigError for a module
+    whose class does not say that it computes `product`.
+    """
+    if "product" not in vars(type(experts)):
+        raise ConfigError(
+            f"adapter.experts=true: {type(experts).__name__} of {job.model.family} has a forward of its own; nearest legal: false"
+        )
+    config, dtype = cast(LowRank, job.adapter), getattr(torch, job.precision.param_dtype)
+    matrices, made = list(experts.named_parameters()), cast(Any, experts)
+    made.__class__ = cast(Any, adapted_experts)(type(made))
+    made.factor, made.initial_std = config.alpha / config.rank, {}
+    for name, weight in matrices:
+        number, outputs, inputs = weight.shape
+        made.initial_std |= {f"lora_a_{name}": (3 * inputs) ** -0.5, f"lora_b_{name}": 0.0}
+        for part, shape in (("a", (number, config.rank, inputs)), ("b", (number, outputs, config.rank))):
+            matrix = torch.empty(shape, dtype=dtype, device="meta")
+            if isinstance(weight, DTensor):  # on the mesh of ep ranks
+                matrix = distribute_tensor(matrix, weight.device_mesh, weight.placements, src_data_rank=None)
+            experts.register_parameter(f"lora_{part}_{name}", nn.Parameter(matrix))

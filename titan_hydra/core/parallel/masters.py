@@ -11,7 +11,6 @@ from torch import nn
 from titan_hydra.core.base.private import foreach_copy
 from titan_hydra.core.job.config.schema import Precision
 
-from .lora import LoraLinear
 from .mesh import Mesh, local_part
 
 
@@ -47,7 +46,7 @@ def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
     """
     dtype = getattr(torch, precision.compute_dtype)
     parameters = dict(model.named_parameters())
-    adapted = any(isinstance(module, LoraLinear) for module in model.modules())
+    adapted = any(".lora_" in name for name in parameters)
     frozen = {name: parameter for name, parameter in parameters.items() if adapted and not parameter.requires_grad}
     held = {name: parameter for name, parameter in parameters.items() if name not in frozen}
     copied = mesh.fsdp is None and precision.compute_dtype != precision.param_dtype

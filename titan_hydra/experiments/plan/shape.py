@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from titan_hydra.core.job.adapter import adapted
+from titan_hydra.core.job.adapter import adapted, expert_adapter
 from titan_hydra.core.job.batches import local_batches, microbatch_size, microbatches
 from titan_hydra.core.job.config.family import Linear, Stack, family_of
 from titan_hydra.core.job.config.registry import ADAPTERS, FORMATS, Format, states_per_parameter
@@ -227,10 +227,16 @@ class Shape:
         """
         tp = self.job.parallelism.tp
         count = ADAPTERS[self.job.adapter.name].parameters
-        return sum(
+        of_linears = sum(
             count(self.job.adapter, linear.share("inputs", tp), linear.share("outputs", tp))
             for linear in adapted(self.job)
         )
+        return of_linears + self.expert_adapters
+
+    @cached_property
+    def expert_adapters(self) -> float:
+        """The part of `adapter` that is in a block's experts."""
+        return self.experts.number * expert_adapter(self.job) / self.job.parallelism.tp if self.experts else 0.0
 
     @cached_property
     def learned(self) -> float:
@@ -239,7 +245,9 @@ class Shape:
 
     def trained(self, stages: list[int]) -> float:
         """Return the number of trained parameters of some stages on a tensor-parallel rank."""
-        return sum(self.layers[stage] * self.adapter if self.adapter else self.parameters(stage) for stage in stages)
+        if not self.adapter:
+            return sum(map(self.parameters, stages))
+        return sum(self.layers[stage] * self.adapter - self.dense[stage] * self.expert_adapters for stage in stages)
 
     @cached_property
     def sizes(self) -> list[float]:

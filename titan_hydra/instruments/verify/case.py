@@ -55,6 +55,7 @@ MXFP8_EXPERTS = ("precision.converter=mxfp8", "precision.converts=experts", "pre
 # The gradients of an adapter's A are 0 in the first step. The later gradients are visible in the weights, as SGD's
 # steps are proportional to them.
 PLAIN_SGD = ("optimizer=sgd", "optimizer.lr=1.0", "optimizer.weight_decay=0", "lr_scheduler.warmup_steps=1")
+LORA_OF_EXPERTS = ("adapter=lora", "adapter.rank=4", "adapter.experts=true")
 COMPILED = ("compile=block", "compile.backend=aot_eager")
 SIMPLE = "parallelism.backend=simple_fsdp"
 # no case has a multiple of 100 tokens, so the last chunk is smaller

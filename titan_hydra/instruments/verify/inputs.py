@@ -36,8 +36,8 @@ def distribution(name: str, model: Model, inputs: int) -> tuple[float, float]:
     values, an adapter those of the LoRA paper's code, in which they depend on the number of `inputs`.
     """
     *_, owner, leaf = name.split(".")
-    if leaf in ("lora_a", "lora_b"):
-        return 0.0, 1 / math.sqrt(3 * inputs) if leaf == "lora_a" else 0.0
+    if leaf.startswith("lora_"):
+        return 0.0, 1 / math.sqrt(3 * inputs) if leaf.startswith("lora_a") else 0.0
     if "norm" in name:
         return 1.0, 0.0
     if name == "tok_embeddings.weight" and not model.tie_embeddings:

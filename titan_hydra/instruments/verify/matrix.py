@@ -15,6 +15,7 @@ from .case import (
     HALVED,
     LATENT,
     LINEAR,
+    LORA_OF_EXPERTS,
     MIXTURE,
     MOE,
     MUON,
@@ -252,6 +253,13 @@ MATRIX = [
     case("lora, tp 2", 2, "parallelism=tp", "data.local_batch=16", base=("adapter=lora", "adapter.rank=4", *PLAIN_SGD),
          weights=1e-4),
     *in_bf16("lora", "adapter=lora", "adapter.rank=4"),
+    *(case(f"lora of experts, {family}, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batch}", *more, slow=ranks > 2,
+           weights=1e-4, reference="float64", base=(*base, *LORA_OF_EXPERTS, *PLAIN_SGD))
+      for family, base in SPARSE for name, ranks, layout, batch, *more in (
+          ("single", 1, "single", 16), ("fsdp 2", 2, "fsdp", 8), ("fsdp 2, ep 2", 2, "fsdp", 4, "parallelism.ep=2"),
+          ("tp 2", 2, "tp", 16), ("tp 2, ep 2", 2, "tp", 16, "parallelism.ep=2"), ("pp 2", 2, "pp", 8),
+          ("fsdp 4, ep 2", 4, "fsdp", 4, "parallelism.ep=2"), ("fsdp 2, ep 2, ac op", 2, "fsdp", 8, "parallelism.ep=2", "ac=op"))
+      if family == "qwen3_moe" or layout != "tp"),
     *in_bf16("qwen3", *QWEN, gradients=2e-2),
     *(found for family, base in SPARSE for found in in_bf16(family, *base, gradients=0.2, weights=0.3, routing=False, slow=True)),
 

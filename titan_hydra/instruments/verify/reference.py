@@ -126,13 +126,15 @@ def first_biases(start: Weights, model: Sparse) -> Weights:
 def merged(weights: Weights, job: Job) -> Weights:
     """Return the weights with the product of each adapter's matrices added to its linear (arXiv 2106.09685)."""
     keys: Any = job.adapter
-    return {
-        name: weight + keys.alpha / keys.rank * weights[f"{owner}.lora_b"] @ weights[f"{owner}.lora_a"]
-        if name.endswith(".weight") and f"{(owner := name.removesuffix('.weight'))}.lora_a" in weights
-        else weight
-        for name, weight in weights.items()
-        if ".lora_" not in name
-    }
+    whole = {name: weight for name, weight in weights.items() if ".lora_" not in name}
+    for name, weight in whole.items():
+        owner, _, leaf = name.rpartition(".")
+        tail = "" if leaf == "weight" else f"_{leaf}"  # a stack of experts holds several matrices
+        if f"{owner}.lora_a{tail}" in weights:
+            whole[name] = weight + keys.alpha / keys.rank * (
+                weights[f"{owner}.lora_b{tail}"] @ weights[f"{owner}.lora_a{tail}"]
+            )
+    return whole
 
 
 # --- model: arXiv 2407.21783, section 3.2, and 2505.09388; RMSNorm 1910.07467; SwiGLU 2002.05202; grouped queries 2305.

@@ -112,6 +112,7 @@ class RingRotation(Parallelism):
 class LowRank(Adapter):
     rank: int = key(16, "rank of the low-rank product that is added to a linear", Interval(1, 65_536))
     alpha: float = key(32.0, "the product of the two matrices is scaled by alpha / rank", POSITIVE)
+    experts: bool = key(False, "whether each matrix of each routed expert gets an adapter too")
 
 
 @dataclass
@@ -328,6 +329,7 @@ register(
         "titan_hydra.core.parallel.lora:adapt",
         LowRank,
         lambda config, inputs, outputs: config.rank * (inputs + outputs),
+        adapt_experts="titan_hydra.core.parallel.lora:adapt_experts",
     )
 )
 

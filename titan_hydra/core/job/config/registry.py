@@ -167,6 +167,7 @@ class AdapterKind:
     adapt: Reference | None = None
     config: Any = None  # a dataclass that extends schema.Adapter: the adapter's own keys
     parameters: Callable[[Any, float, float], float] = lambda config, inputs, outputs: 0
+    adapt_experts: Reference | None = None  # (stacked experts, Job) -> None; without it, experts have no adapters
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,17 @@
 """The rules of adapters: which linears can have one, and what they cannot be combined with."""
 
 from collections.abc import Iterator
+from math import lcm
+from typing import Any
 
-from titan_hydra.core.job.adapter import adapts
+from titan_hydra.core.job.adapter import adapted, adapts
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.fault import Fault, fault_at, required
+from titan_hydra.core.job.config.fault import Fault, fault_at, multiples_around, required
 from titan_hydra.core.job.config.operation import LOADED
+from titan_hydra.core.job.config.registry import ADAPTERS
 from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.job.dtypes import SIZE
+from titan_hydra.core.job.ranks import sparse
 
 
 def adapted_linears_exist(job: Job) -> Iterator[Fault]:
@@ -23,8 +28,6 @@ def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
     if not adapts(job):
         return
     adapter = f"adapter={job.adapter.name}"
-    if job.model.sparse:
-        yield fault_at(job, "adapter.name", f"experts of {job.model.family} have no adapters", "none")
     yield from required(
         job,
         ("precision.converter", None, f"{adapter} needs plain linears"),
@@ -42,4 +45,40 @@ def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
         )
 
 
-RULES = [adapted_linears_exist, adapters_go_with_plain_weights]
+def adapters_of_experts_suit_the_job(job: Job) -> Iterator[Fault]:
+    """A model whose experts get adapters has experts, and the adapters' rank suits torch's grouped matmul, whose rows are
+    multiples of 16 bytes, and the ranks that share the experts of an ep rank.
+    """
+    config: Any = job.adapter
+    if not adapts(job) or not getattr(config, "experts", False):
+        return
+    if not job.model.sparse or ADAPTERS[config.name].adapt_experts is None:
+        yield fault_at(
+            job, "adapter.experts", f"{job.model.family} has no experts that adapter={config.name} adapts", False
+        )
+        return
+    step = 16 // SIZE[job.precision.compute_dtype]
+    degrees = job.parallelism
+    shards = degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep
+    if degrees.ep * degrees.tp > 1 and shards and sparse(job).n_experts // degrees.ep % shards:
+        step = lcm(step, shards)  # FSDP then shards matrices of experts by their first width
+    if config.rank % step:
+        reason = f"adapters of experts need multiples of {step} on this layout"
+        yield Fault("adapter.rank", config.rank, reason, legal=multiples_around(config.rank, step))
+
+
+def adapted_linears_are_split(job: Job) -> Iterator[Fault]:
+    """Tensor parallelism splits every linear with an adapter: adapters know row and column linears."""
+    whole = [linear.name for linear in adapted(job) if linear.whole]
+    if whole and job.parallelism.tp > 1:
+        others = [linear.name for linear in family_of(job.model).linears(job.model) if not linear.whole]
+        reason = f"with parallelism.tp={job.parallelism.tp} each rank computes all of {whole[0]}, and its adapter has no part"
+        yield fault_at(job, "adapter.linears", reason, f"[{','.join(others)}]")
+
+
+RULES = [
+    adapted_linears_exist,
+    adapters_go_with_plain_weights,
+    adapters_of_experts_suit_the_job,
+    adapted_linears_are_split,
+]
