@@ -223,7 +223,7 @@ def test_exports_load_in_transformers_and_peft(adapted, pretrained, tmp_path, ca
             "adapter.rank=12: adapters of experts need multiples of 8 on this layout; nearest legal: 8 or 16",
         ),
         (
-            ["model=deepseek_v3_debug", "parallelism=tp", "gpus=2"],
+            ["model=deepseek_v3_debug", "model.n_kv_heads=4", "parallelism=tp", "gpus=2"],
             "adapter.linears=[]: with parallelism.tp=2 each rank computes all of wq_a, and its adapter has no part; "
             "nearest legal: [wq_b,wkv_b,wo,w1,w3,w2]",
         ),
