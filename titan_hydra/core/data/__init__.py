@@ -34,42 +34,49 @@ def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loade
     Raises ConfigError for missing or damaged files, and for token files with ids that the model's embedding lacks.
     """
     from .loader import Loader
-    from .shards import BadShards
 
     data = job.data
     global_batch, share = data.global_batch, data.global_batch // ranks
-    wanted = Wanted(
-        job,
-        split,
-        range(rank * share, (rank + 1) * share),
-        global_batch,
-        BadShards(data.max_bad_shards, data.max_bad_rows),
-    )
+    wanted = wanted_by(job, split, range(rank * share, (rank + 1) * share))
     seed = job.seed if split == "train" else VALIDATION_SEED
     signature = {
         "data.name": data.name,
         "data.global_batch": global_batch,
         "data.seq_len": data.seq_len,
         "data.shuffle": data.shuffle,
+        "data.samples": wanted.once,
         "seed": seed,
     }
     if data.shuffle_buffer:
         signature["data.shuffle_buffer"] = data.shuffle_buffer
-    if data.name == "mixture":
-        from .mixture import Mixture
-
-        parts = {
-            name: _samples(f"data.mixture.{name}", part, wanted, _seed_of(name, seed))
-            for name, part in data.mixture.items()
-        }
-        samples: Samples = Mixture(
-            parts, {name: part.weight for name, part in data.mixture.items()}, global_batch, seed
-        )
-    else:
-        samples = _samples("data", data, wanted, seed)
+    samples = opened(wanted, seed)
     objective = resolve(OBJECTIVES[job.objective.name].build)(job)
     collate = functools.partial(objective.batch, separators=samples.separators)
-    return Loader(samples, wanted.slots, global_batch, signature, collate, data.prefetch, wanted.bad)
+    blank = None if wanted.once is None else objective.blank_sample()
+    return Loader(
+        samples, wanted.slots, global_batch, signature, collate, data.prefetch, wanted.bad, wanted.once, blank
+    )
+
+
+def wanted_by(job: schema.Job, split: str, slots: range) -> Wanted:
+    """Return the arguments of a job's sources, for some slots of the global batch."""
+    from .shards import BadShards
+
+    return Wanted(job, split, slots, job.data.global_batch, BadShards(job.data.max_bad_shards, job.data.max_bad_rows))
+
+
+def opened(wanted: Wanted, seed: int) -> Samples:
+    """Open the job's source, or all sources of its mixture."""
+    data = wanted.job.data
+    if data.name != "mixture":
+        return _samples("data", data, wanted, seed)
+    from .mixture import Mixture
+
+    parts = {
+        name: _samples(f"data.mixture.{name}", part, wanted, _seed_of(name, seed))
+        for name, part in data.mixture.items()
+    }
+    return Mixture(parts, {name: part.weight for name, part in data.mixture.items()}, wanted.global_batch, seed)
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,11 @@ class Wanted:
         from .tokenizer import load
 
         return load(self.job.tokenizer)
+
+    @property
+    def once(self) -> int | None:
+        """The number of samples of which each is read once; None if the samples never end."""
+        return self.job.data.samples if self.split == "train" else None
 
     def order(self, seed: int) -> int | None:
         """Return the seed of the order of samples or documents; None: the order is that of their files."""
@@ -154,6 +166,7 @@ def open_tokens(key: str, source: FileSource, wanted: Wanted, seed: int) -> Samp
         wanted.order(seed),
         wanted.bad,
         job.data.document_mask,
+        wanted.once is not None,
     )
 
 

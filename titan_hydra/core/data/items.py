@@ -51,7 +51,7 @@ class TokenFiles(Numbered):
     [i * S, i * S + S], S = data.seq_len.
 
     The numbers of samples continue from one epoch to the next, without end. A sample in a bad file is replaced by a
-    random one, so that the other samples keep their numbers.
+    random one, so that the other samples keep their numbers; in a run that reads each sample once, by none.
     """
 
     def __init__(
@@ -63,9 +63,11 @@ class TokenFiles(Numbered):
         seed: int | None,
         bad: BadShards | None = None,
         documents: bool = False,
+        once: bool = False,
     ):
-        """Read the headers. With `documents`, samples of files whose index has the documents number them. Raises
-        ConfigError if a file does not match its header, or holds ids for which the model has no row.
+        """Read the headers. With `documents`, samples of files whose index has the documents number them. With `once`, a
+        sample that cannot be read is left out. Raises ConfigError if a file does not match its header, or holds ids for
+        which the model has no row.
         """
         self.key, self.vocab_size, self.seq_len, self.seed, self.bad = (
             key,
@@ -90,11 +92,16 @@ class TokenFiles(Numbered):
             raise ConfigError(f"{key}={path}: {tokens} tokens, fewer than one sample of data.seq_len={seq_len} + 1")
         self.signature = {"samples": self.ends[-1]}
         self.open_files = OpenFiles()
-        self.documents = documents
+        self.documents, self.once = documents, once
         self._starts = functools.lru_cache(MAPPED)(lambda shard: document_starts(self.shards[shard].index))
 
-    def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
-        """Return the tokens of a sample. If its file cannot be read, another sample of the same epoch takes its place."""
+    def in_epoch(self) -> int:
+        return self.ends[-1]
+
+    def sample(self, number: int, slot: int) -> dict[str, np.ndarray] | None:
+        """Return the tokens of a sample. If its file cannot be read, another sample of the same epoch takes its place; none
+        does in a run that reads each sample once.
+        """
         epoch, index = divmod(number, self.ends[-1])
         if self.seed is not None:
             index = permute(index, self.ends[-1], self.seed, epoch)
@@ -102,6 +109,8 @@ class TokenFiles(Numbered):
             tokens = self._read(index)
             if tokens is not None:
                 return {"tokens": tokens} | self._documents(index)
+            if self.once:
+                return None
             index = permute(number % self.ends[-1], self.ends[-1], self.seed or 0, epoch, another)
         raise ConfigError(f"{self.key}: {TRIES} samples in a row lie in files that cannot be read")
 

@@ -30,8 +30,10 @@ class Samples(Protocol):
     separators: tuple[int | None, int | None]  # the begin- and end-of-text ids
     tokenizer: str | None  # SHA-256 of the tokenizer's file; None if ids stand for no text
 
-    def sample(self, number: int, slot: int) -> Sample:
-        """Return sample `number` for a slot. The numbers of a slot increase, and none is requested twice."""
+    def sample(self, number: int, slot: int) -> Sample | None:
+        """Return sample `number` for a slot. The numbers of a slot increase, and none is requested twice. None: the
+        sample cannot be read; only a source that is read once may return that.
+        """
 
     def state(self, slot: int) -> dict[str, Any]: ...
 
@@ -50,9 +52,11 @@ class Loader:
         collate: Callable[[Sequence[Sample]], Batch],
         prefetch: int,
         bad: BadShards,
+        once: int | None = None,
+        blank: Sample | None = None,
     ):
         """Create the loader. `collate` is the objective's function that makes a batch of samples; it runs in the loader's
-        thread.
+        thread. Only `once` samples are read, if it is given; all later ones are `blank`, of which no element counts.
         """
         self.samples, self.slots, self.global_batch, self.collate, self.prefetch = (
             samples,
@@ -63,6 +67,7 @@ class Loader:
         )
         self.signature = signature | samples.signature
         self.bad = bad  # shards that this rank could not read
+        self.once, self.blank = once, blank
         self.known = set[str]()  # names of bad shards that all ranks know
         self.step = 0  # number of batches that were made
         self.thread: threading.Thread | None = None
@@ -151,9 +156,16 @@ class Loader:
 
     def _produce(self) -> tuple[Batch, dict[str, Any]]:
         first = self.step * self.global_batch
-        samples = [self.samples.sample(first + slot, slot) for slot in self.slots]
+        samples = [self._sample(first + slot, slot) for slot in self.slots]
         self.step += 1
         return self.collate(samples), self._snapshot()
+
+    def _sample(self, number: int, slot: int) -> Sample:
+        found = self.samples.sample(number, slot) if self.once is None or number < self.once else None
+        if found is None:
+            assert self.blank is not None, "only a source that is read once may leave out a sample"
+            return self.blank
+        return found
 
     def _fill(self) -> None:
         try:

@@ -1,6 +1,6 @@
 """How a global batch is cut into local batches, and a local batch into microbatches."""
 
-from titan_hydra.core.job.config.fault import divisors
+from titan_hydra.core.job.config.fault import counted, divisors
 from titan_hydra.core.job.config.registry import PIPELINE_SCHEDULES
 from titan_hydra.core.job.config.schema import Job
 
@@ -16,6 +16,13 @@ def samples_at_once(job: Job) -> int:
 def local_batches(job: Job) -> int:
     """Return the number of local batches of a rank in a step: the number of accumulation steps."""
     return job.data.global_batch // samples_at_once(job)
+
+
+def pass_in_words(job: Job) -> str | None:
+    """Return the numbers behind steps=epoch in a line; None for a job whose number of steps was typed."""
+    if job.data.samples is None:
+        return None
+    return f"steps=epoch: {counted(job.steps, 'step')}, for {job.data.samples:,} samples, {job.data.global_batch:,} in a step"
 
 
 def microbatches(job: Job) -> int:

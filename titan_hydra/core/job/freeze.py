@@ -4,8 +4,8 @@ import copy
 import math
 
 from titan_hydra.core.job.config.family import family_of
-from titan_hydra.core.job.config.registry import DATA_SOURCES, EXECUTORS
-from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.job.config.registry import DATA_SOURCES, EXECUTORS, resolve
+from titan_hydra.core.job.config.schema import UNCOUNTED, Job
 from titan_hydra.core.job.config.source import DigestedSource
 from titan_hydra.core.job.config.user_code import digest
 
@@ -16,7 +16,7 @@ from .ranks import DEGREES, data_parallel, devices_here, runs_here
 
 def freeze(job: Job) -> Job:
     """Return a copy of a job with every derived value filled in: ranks, the degree given as -1, the global batch, the
-    digests of the user's modules and of rollouts, what a model's files say.
+    digests of the user's modules and of rollouts, what a model's files say, the steps of steps=epoch.
 
     Values that do not divide evenly are left as they are; `check` reports them.
     """
@@ -40,4 +40,8 @@ def freeze(job: Job) -> Job:
         setattr(degrees, free[0], job.gpus // fixed)
     if job.data.global_batch is None and data_parallel(job) > 0 and job.data.local_batch > 0:
         job.data.global_batch = samples_at_once(job)
+    if job.data.samples == UNCOUNTED and job.data.global_batch:
+        job.data.samples = resolve("titan_hydra.core.data.epoch:count")(job)
+    if job.data.samples and job.data.global_batch:
+        job.steps = math.ceil(job.data.samples / job.data.global_batch)
     return job

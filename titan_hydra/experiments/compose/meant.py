@@ -22,6 +22,7 @@ SYNONYMS = {  # names that other programs give to our keys and groups, or to who
     "optimizer.max_norm": "clip grad_clip gradient_clip gradient_clip_val max_grad_norm clip_grad clip_grad_norm",
     "lr_scheduler.warmup_steps": "warmup num_warmup_steps warmup_iters lr_warmup_iters",
     "steps": "max_steps num_steps train_steps iterations iters max_iters train_iters total_steps",
+    "steps=epoch": "epochs num_epochs max_epochs num_train_epochs",
     "steps=N": "epochs num_epochs max_epochs num_train_epochs tokens max_tokens num_tokens train_tokens total_tokens",
     "data.seq_len": "sequence_length seq_length block_size context_length max_length max_seq_length",
     "model.dim": "hidden_size hidden_dim d_model n_embd",

@@ -14,6 +14,7 @@ from titan_hydra.core.job.config.fault import as_value, did_you_mean, quoted, sh
 from titan_hydra.core.job.config.field import converted, type_fault, wanted
 from titan_hydra.core.job.config.files import CONF, default_options, unusable_options
 from titan_hydra.core.job.config.load import PICKED, holder_of, kind_of, known_keys
+from titan_hydra.core.job.config.schema import EPOCH
 
 from .meant import meant_by, suggest_option
 from .scan import misread_options, takes_text
@@ -211,7 +212,7 @@ def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path], o
     )
     if names and not own and isinstance(value, str) and value not in names:
         return f"{key}={shown(value)}: is the name of the chosen option; choose one with {group}=OPTION ({', '.join(names)})"
-    if "${" in str(value) or value == "???":
+    if "${" in str(value) or value == "???" or (key, value) == ("steps", EPOCH):
         return None  # `read` has the value
     try:
         converted(kind, value)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from titan_hydra.core.base.errors import Exit
-from titan_hydra.core.job.config import Fault, Job
+from titan_hydra.core.job.config import Fault, Job, identity
 from titan_hydra.core.job.config.fault import quoted
+from titan_hydra.core.job.config.schema import EPOCH
 from titan_hydra.core.job.config.user_code import sources
 from titan_hydra.core.job.ranks import all_ranks, runs_here
+from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run.inputs import CHANGED
 from titan_hydra.core.job.run.layout import runs_of
+from titan_hydra.core.job.run.run import hash_of
 from titan_hydra.experiments.plan import predict
 from titan_hydra.experiments.runs.proofs import folder_of_proof, proof_of
 from titan_hydra.experiments.runs.rundir import State
@@ -94,6 +99,26 @@ def without_proof(cells: list[Cell]) -> Iterator[Fault]:
                 True,
                 f"{cell.directory.name}: its layout has no proof {name} of this code and torch; make it: {line}",
             )
+
+
+def of_another_pass(cell: Cell) -> Iterator[Fault]:
+    """With steps=epoch, the number of steps follows from the data. Yield a fault for each run of the same job that began
+    when the data had another number of samples; otherwise changed data would begin a new run, without a word.
+    """
+    if cell.job.data.samples is None:
+        return
+    for directory in sorted(cell.runs.glob(f"{cell.job.name}-*")):
+        then = layout.CONFIG.read(directory)
+        samples = then.get("data", {}).get("samples")
+        if samples is None:
+            continue
+        data = dataclasses.replace(cell.job.data, samples=samples)
+        if identity(dataclasses.replace(cell.job, steps=then["steps"], data=data)) == hash_of(directory):
+            reason = (
+                f"the data have {cell.job.data.samples:,} samples, and had {samples:,} when {directory.name} began; "
+                "launch.force=true begins a run with these"
+            )
+            yield Fault("steps", EPOCH, reason, code=CHANGED)
 
 
 def user_sources(cells: list[Cell]) -> dict[str, Path]:

@@ -24,7 +24,7 @@ from titan_hydra.experiments.runs import manifest, rundir
 from titan_hydra.experiments.runs.rundir import State
 
 from . import own_kernels, show
-from .cell import Cell, to_start, without_proof
+from .cell import Cell, of_another_pass, to_start, without_proof
 from .executor import Executor
 from .layouts import checked_layouts, in_words
 
@@ -61,6 +61,7 @@ def begin(cells: list[Cell], begun: Begun | None = None) -> int:
         return Exit.CONFIG
     if begun:
         begun([cell.directory for cell in cells])
+    show.passes(cells)
     if cells[0].job.launch.mode == "dry":
         show.dry_run(cells, states, gpu_hours(start))
         for text in _executor(cells).place(cells):
@@ -183,6 +184,8 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
     began = {cell.directory: cell.job for cell, state in zip(cells, states, strict=True) if state.kind != "new"}
     done = {cell.directory for cell, state in zip(cells, states, strict=True) if state.kind == "done"}
     faults += [] if launch.force else inputs.check_files(began, cells[0].runs, done=done)
+    new = [] if launch.force else [cell for cell in cells if cell.directory not in began]
+    faults += [fault for cell in new for fault in of_another_pass(cell)]
     faults += without_proof(to_start(cells, states))
     faults += own_kernels.under_a_ring([cell.job for cell in to_start(cells, states)])
     faults += _executor(cells).check(cells, states)

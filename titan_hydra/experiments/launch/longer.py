@@ -22,6 +22,8 @@ def not_extended(job: Job) -> str | None:
             f"a run with adapter={job.adapter.name} cannot be extended: its checkpoints hold only the adapters. Start a new "
             "run with another `steps`, or one from the merged weights of `titan checkpoint export`"
         )
+    if job.data.samples is not None:
+        return "a run with steps=epoch cannot be extended: its last batch is filled up. Start a new run with a number of steps"
     return None
 
 

@@ -9,8 +9,9 @@ import dataclasses
 import sys
 
 from titan_hydra.core.base.errors import ConfigError, Exit
-from titan_hydra.core.job.config.fault import fault_at
+from titan_hydra.core.job.config.fault import bad_value, fault_at
 from titan_hydra.core.job.config.operation import Launch, Paths, Sweep
+from titan_hydra.core.job.config.schema import EPOCH
 from titan_hydra.core.job.run import checkpoints, inputs
 from titan_hydra.core.job.run.frozen import load_job
 from titan_hydra.experiments.compose.change import change
@@ -33,6 +34,8 @@ def run_longer(run: RunCell, values: list[str], wanted: int | None) -> int:
         sweep=Sweep(),
         paths=Paths(str(run.directory.parent)),
     )
+    if f"steps={EPOCH}" in values:
+        raise bad_value("steps", EPOCH, "a run is continued up to a number of steps", 2 * old.steps)
     new = change(old, values, experiment=("steps",))
     if new.steps == old.steps:
         raise fault_at(new, "steps", "the run has this number of steps already").error

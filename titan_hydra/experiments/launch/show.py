@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_hydra.core.base.amounts import or_dash
 from titan_hydra.core.base.text import table
+from titan_hydra.core.job.batches import pass_in_words
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.ranks import runs_here
@@ -44,6 +45,13 @@ def results(cells: list[Cell], states: list[State]) -> None:
         rows.append([cell.directory.name, cell.name, state.failure.line if state.failure else state.kind, *numbers])
     numbers = ("steps", "loss", "tokens/s/device", "GiB", "seconds")
     print(*table(["run", "cell", "status", *numbers], rows, numbers, ("cell", "run")), sep="\n")
+
+
+def passes(cells: list[Cell]) -> None:
+    """Print the number of steps of each cell with steps=epoch."""
+    for cell in cells:
+        if words := pass_in_words(cell.job):
+            print(f"{cell.directory.name}: {words}", flush=True)
 
 
 def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None:

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from titan_hydra.core.base.amounts import in_bytes
+from titan_hydra.core.job.batches import pass_in_words
 from titan_hydra.core.job.config import from_dict
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import Fault, fault_at
@@ -223,6 +224,8 @@ def not_counted(job: Job) -> list[str]:
 def notes(job: Job) -> list[str]:
     """Return lines beside a prediction: what it does not count, and what exchanges the rows of experts."""
     lines = not_counted(job)
+    if number := pass_in_words(job):
+        lines.append(number)
     if job.model.sparse:
         exchange = DISPATCHERS[job.hardware.dispatcher]
         lines.append(f"{exchange} exchanges rows of experts between ranks (hardware.dispatcher)")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from titan_hydra.core.job.run import stragglers
+from titan_hydra.core.job.run.records import beside_loss
 
 KEPT = (
     "loss",
@@ -52,13 +53,13 @@ class MetricColumn(Mapping[int, float]):
 
 
 def columns_of(rows: list[dict[str, Any]]) -> dict[str, MetricColumn]:
-    """Return the columns in KEPT, those of the objective, whose names hold a slash, and the column "step" with every
+    """Return the columns in KEPT, those of the objective, and the column "step" with every
     step. If several rows have the same step, only the last of them counts.
     """
     ascending = {row["step"]: row for row in sorted(rows, key=lambda row: row["step"])}
     steps = array("q", ascending)
     columns = {"step": MetricColumn(steps, array("d", steps))}
-    for name in (*KEPT, *dict.fromkeys(name for row in rows for name in row if "/" in name)):
+    for name in (*KEPT, *dict.fromkeys(name for row in rows for name in beside_loss(row))):
         known = {step: value for step, row in ascending.items() if isinstance(value := row.get(name), int | float)}
         if known:
             columns[name] = MetricColumn(

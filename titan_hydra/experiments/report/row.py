@@ -6,6 +6,7 @@ from math import hypot
 from typing import Any
 
 from titan_hydra.core.base.text import Column
+from titan_hydra.core.job.run.records import beside_loss
 
 from . import compare
 from .band import Band, band
@@ -208,28 +209,30 @@ def _task(task: str, metric: str, as_text: bool, row: ReportRow) -> Any:
 
 def objective_columns(rows: list[ReportRow]) -> tuple[Column[ReportRow], ...]:
     """Return columns with the numbers that objectives give beside their loss, and with their held-out values."""
-    names = {name: None for row in rows for run in row.cell.single for name in beside_loss(run)}
+    names = {name: None for row in rows for run in row.cell.single for name in _means_beside_loss(run)}
     return tuple(
         Column(name, name.replace("held-out ", "held_out/"), partial(_beside_loss, name), ".4g") for name in names
     )
 
 
-def beside_loss(cell: ReportCell) -> dict[str, float | None]:
+def _means_beside_loss(cell: ReportCell) -> dict[str, float | None]:
     """Return the columns of a cell's objective by name, each a mean over the last rows as `loss` is, and their newest
     held-out values; {} for a failed run.
     """
     if cell.state.failure:
         return {}
-    values = {name: cell.last_mean(column) for name, column in cell.columns.items() if "/" in name}
+    values: dict[str, float | None] = {
+        name: cell.last_mean(column) for name, column in beside_loss(cell.columns).items()
+    }
     for event in cell.events:
         if event["event"] == "validation":
-            values |= {f"held-out {name}": value for name, value in event.items() if "/" in name}
+            values |= {f"held-out {name}": value for name, value in beside_loss(event).items()}
     return values
 
 
 def _beside_loss(name: str, row: ReportRow) -> float | None:
     """Return a number of an objective, averaged over a `Mean`."""
-    numbers = (beside_loss(run).get(name) for run in row.cell.single)
+    numbers = (_means_beside_loss(run).get(name) for run in row.cell.single)
     return mean([value for value in numbers if value is not None])
 
 

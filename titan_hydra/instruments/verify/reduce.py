@@ -143,7 +143,7 @@ def _reduced_to(job: Job, degrees: dict[str, int]) -> Job:
     small.data = picked_anew(small.data, "synthetic")
     small.data.seq_len = 64 if layout.cp > 1 else 32
     small.data.document_mask = False  # the case has its own documents instead (Case.documents)
-    small.data.mixture, small.data.shuffle_buffer = {}, 0
+    small.data.mixture, small.data.shuffle_buffer, small.data.samples = {}, 0, None
     parallel = data_parallel(small) * (2 if several else 1)
     if layout.pp == 1:
         small.data.local_batch = max(min(job.data.local_batch, 2), SAMPLES // parallel)
@@ -306,6 +306,7 @@ def with_own_data(job: Job, small: Job) -> tuple[Job, str]:
         return small, f"data={hub[0]} is on the network; synthetic tokens stand for it"
     own = copy.deepcopy(small)
     own.data = copy.deepcopy(job.data)
+    own.data.samples = None  # these are of the job's own length and batch
     own.data.seq_len, own.data.local_batch, own.data.global_batch = (
         min(job.data.seq_len, 256),
         small.data.local_batch,

@@ -12,6 +12,8 @@ import contextlib
 import functools
 import hashlib
 import re
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +31,7 @@ from titan_hydra.core.data.tokenizer import Tokenizer
 from titan_hydra.core.job.config import schema
 from titan_hydra.core.job.config.fault import Fault, counted
 from titan_hydra.core.job.config.files import home
+from titan_hydra.core.job.inputs import PATIENCE
 
 from . import template
 from .conversations import Conversation, parse
@@ -129,7 +132,7 @@ class Chat:
             wanted.order(seed),
             wanted.bad,
         )
-        self.tokenizer = reader.tokenizer.sha256
+        self.tokenizer, self.once = reader.tokenizer.sha256, wanted.once
         self.room = {"tokens": self.seq_len + 1}  # capacity of a sample, by unit
         self.limit = f"data.seq_len={self.seq_len} + 1 tokens"  # the capacity as messages print it
         self.windows = -(-len(reader.lines) // WINDOW)  # number of windows in an epoch
@@ -137,6 +140,18 @@ class Chat:
         self.places = dict.fromkeys(wanted.slots, (0, 0))
         self.packed = functools.lru_cache(4)(self._pack)
         self.signature = {"conversations": len(reader.lines)} | reader.signature
+
+    def in_epoch(self) -> int:
+        """Count the samples of the first epoch, by packing all its rows."""
+        told = time.monotonic()
+        total = 0
+        for window in range(self.windows):
+            total += len(self._pack(window))
+            if time.monotonic() - told > PATIENCE:
+                told, done = time.monotonic(), min((window + 1) * WINDOW, len(self.reader.lines))
+                line = f"{self.key}: packed {done:,} of {len(self.reader.lines):,} {self.reader.rows}"
+                print(line, file=sys.stderr, flush=True)
+        return total
 
     def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
         """Return a sample by its number, which is not below that of the slot's last one: windows are packed until one
@@ -151,6 +166,12 @@ class Chat:
                 raise ConfigError(f"{self.key}: no usable conversation in it{reasons[-1]}")
             window, first = window + 1, first + len(samples)
         self.places[slot] = window, first
+        last = window == self.windows - 1 and number == first + len(samples) - 1
+        if self.once is not None and (window >= self.windows or (number + 1 == self.once) is not last):
+            raise ConfigError(
+                f"{self.key}: one pass has another number of samples here than the launcher counted, {self.once:,}; are "
+                "the rows, the tokenizer and its library the same?"
+            )
         return self._filled(samples[number - first])
 
     def state(self, slot: int) -> dict[str, int]:

@@ -79,6 +79,9 @@ class CaptionedImages(Numbered):
         self.dropout, self.held_out = dropout, split != "train"
         self.signature = {"images": size}
 
+    def in_epoch(self) -> int:
+        return self.size
+
     def sample(self, number: int, slot: int) -> dict[str, np.ndarray]:
         """Return a sample with its noise and time. A held-out sample has a fixed time and its full caption."""
         epoch, index = divmod(number, self.size)

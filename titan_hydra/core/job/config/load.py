@@ -14,6 +14,7 @@ from .field import Changes, converted, not_a_choice, type_fault, value_faults
 from .field import key as described
 from .model import Model
 from .operation import Cluster, Metrics, Search, Validation
+from .ranges import LARGEST
 from .registry import (
     ACTIVATION_CHECKPOINTS,
     ADAPTERS,
@@ -31,6 +32,8 @@ from .registry import (
     Registry,
 )
 from .schema import (
+    EPOCH,
+    UNCOUNTED,
     ActivationCheckpoint,
     Adapter,
     Job,
@@ -152,12 +155,23 @@ def read(config: Any) -> tuple[Job | None, list[Fault]]:
         data: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         return None, [Fault(error.full_key, _as_written(config, error.full_key), str(error).splitlines()[0])]
-    faults = _import_faults(data) or list(give_types(Job, data, ""))
+    faults = _import_faults(data) or list(_steps_of_an_epoch(data)) or list(give_types(Job, data, ""))
     if faults:
         return None, faults
     job = from_dict(Job, data)
     faults = list(values_are_what_the_schema_takes(job))
     return (None, faults) if faults else (job, [])
+
+
+def _steps_of_an_epoch(data: dict[str, Any]) -> Iterator[Fault]:
+    """Replace steps=epoch, in place, by values that `freeze` replaces by numbers. Yield a fault if the number of samples is
+    given.
+    """
+    samples = data["data"].get("samples") if isinstance(data.get("data"), dict) else None
+    if samples is not None:
+        yield Fault("data.samples", samples, "steps=epoch fills it in", (None,))
+    elif data.get("steps") == EPOCH and isinstance(data.get("data"), dict):
+        data["steps"], data["data"]["samples"] = LARGEST, UNCOUNTED  # with the most steps, no other key is too large
 
 
 def _import_faults(data: dict[str, Any]) -> list[Fault]:

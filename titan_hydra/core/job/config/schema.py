@@ -52,6 +52,8 @@ from .source import Part as Part
 from .source import Source as Source
 
 DEGREE_OR_REST = Interval(1, 1_000_000, also=(-1,))
+EPOCH = "epoch"  # the value of `steps` for one pass over the data
+UNCOUNTED = 0  # the value of data.samples until the samples of a pass are counted
 
 
 @dataclass
@@ -273,7 +275,12 @@ class Job:
         DEGREE,
         changes="technique",
     )
-    steps: int = key(200, "optimizer steps", COUNT)
+    steps: int = key(
+        200,
+        "optimizer steps; epoch: as many as one pass over the data needs, counted by launch.py, which reads each sample once "
+        "and fills the last batch with samples that do not count",
+        COUNT,
+    )
     seed: int = key(0, "seed of the initial weights and of the order of data", Interval(0, 2**63 - 1))
     elastic: list[str] = key(
         list,

@@ -53,6 +53,12 @@ class Data(Source):
     global_batch: int | None = key(
         None, "samples of an optimizer step over all ranks; null: one local_batch on each data-parallel rank", COUNT
     )
+    samples: int | None = key(
+        None,
+        "number of samples of a run that reads each of them once; filled in by launch.py for steps=epoch",
+        NATURAL,
+        identity="if set",
+    )
     document_mask: bool = key(
         False,
         "attention stays within documents, and positions restart at the beginning of each document",

@@ -44,9 +44,10 @@ VALUES: list[Rule] = []  # keys whose values must satisfy more than a range
 LAYOUT: list[Rule] = []  # whether degrees, model and batch fit together
 RECIPE: list[Rule] = []  # whether techniques can be combined
 PLACE: list[Rule] = []  # the machine and its files
+PASS: list[Rule] = [data.one_pass_is_counted]  # what only the whole data can tell
 
 
-def check(job: Job, groups: Sequence[list[Rule]] = (KEYS, RANKS, VALUES, LAYOUT, RECIPE, PLACE)) -> list[Fault]:
+def check(job: Job, groups: Sequence[list[Rule]] = (KEYS, RANKS, VALUES, LAYOUT, RECIPE, PLACE, PASS)) -> list[Fault]:
     """Apply groups of rules to a filled-in job, one after another, and return the faults of the first group that finds
     any. A fault's code is its rule's name.
     """

@@ -17,7 +17,7 @@ from titan_hydra.core.job.config.files import (
     vocabulary_size,
 )
 from titan_hydra.core.job.config.registry import DATA_SOURCES, resolve
-from titan_hydra.core.job.config.schema import Job
+from titan_hydra.core.job.config.schema import UNCOUNTED, Job
 from titan_hydra.core.job.inputs import PERIOD, data_sources, shares
 
 
@@ -155,6 +155,12 @@ def sources_find_little_wrong(job: Job) -> Iterator[Fault]:
     for key, source in data_sources(job.data).items():
         if record_warnings := resolve(DATA_SOURCES[source.name].warnings):
             yield from record_warnings(key, source, job)
+
+
+def one_pass_is_counted(job: Job) -> Iterator[Fault]:
+    """With steps=epoch, the data has an end, and the launcher has counted the samples up to it."""
+    if job.data.samples == UNCOUNTED:
+        yield from resolve("titan_hydra.core.data.epoch:faults")(job)
 
 
 VALUES = [mixture_has_weighted_sources, shuffle_buffer_shuffles]

@@ -1,8 +1,11 @@
-"""Helpers that several commands share: the dotted keys of a configuration, and the test whether a process is alive."""
+"""Helpers that several commands share: the dotted keys of a configuration, the numbers of an objective in a row, and the
+test whether a process is alive.
+"""
 
 import os
 import socket
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,11 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {prefix + name: value}
     return leaves
+
+
+def beside_loss(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a row, or of a validation, that the objective gives beside its loss: OBJECTIVE/COLUMN."""
+    return {name: value for name, value in row.items() if "/" in name}
 
 
 def this_process() -> dict[str, Any]:

@@ -36,8 +36,8 @@ class Objective(ABC):
 
     @abstractmethod
     def blank_sample(self) -> Sample:
-        """Return a sample of zeros, in the form in which the data source gives samples. All samples have the same
-        shapes.
+        """Return a sample in the form in which the data source gives samples, of which no element counts: such samples
+        fill the last batch of steps=epoch. All samples have the same shapes.
         """
 
     @abstractmethod

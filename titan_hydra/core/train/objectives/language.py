@@ -36,7 +36,7 @@ class Language(Objective):
     }
 
     def blank_sample(self) -> Sample:
-        return {"tokens": np.zeros(self.job.data.seq_len + 1, dtype=np.int64)}
+        return {"tokens": np.full(self.job.data.seq_len + 1, IGNORED, dtype=np.int64)}
 
     def batch(self, samples: Sequence[Sample], separators: tuple[int | None, int | None]) -> Batch:
         tokens = np.stack([sample["tokens"] for sample in samples]).astype(np.int64)
@@ -84,21 +84,22 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def cut(
     tokens: np.ndarray, separators: tuple[int | None, int | None] | None, numbered: Mapping[int, np.ndarray] = NOTHING
 ) -> dict[str, np.ndarray]:
-    """Split samples [n, S + 1] into tokens and labels. With separators, also return for each token the number of its
-    document, and its position in the document. `numbered` has the documents of samples of which they are known.
+    """Split samples [n, S + 1] into tokens and labels. A token that is IGNORED is token 0, and no label. With separators,
+    also return for each token the number of its document, and its position in the document. `numbered` has the documents
+    of samples of which they are known.
 
     The first token of a document is not a label, as the text before it belongs to another document.
     """
-    inputs, labels = tokens[:, :-1], tokens[:, 1:].copy()
+    inputs, labels = np.where(tokens == IGNORED, 0, tokens)[:, :-1], tokens[:, 1:].copy()
     if separators is None:
-        return {"tokens": inputs.copy(), "labels": labels}
+        return {"tokens": inputs, "labels": labels}
     begins = _begins(tokens, *separators)
     for row, documents in numbered.items():
         begins[row] = np.diff(documents, prepend=documents[:1]) != 0
     labels[begins[:, 1:]] = IGNORED
     numbers = begins[:, :-1].cumsum(axis=1)
     numbers -= numbers[:, :1]  # a sample's first document is number 0, even if it begins in an earlier sample
-    return {"tokens": inputs.copy(), "labels": labels} | packed(numbers)
+    return {"tokens": inputs, "labels": labels} | packed(numbers)
 
 
 def packed(documents: np.ndarray) -> dict[str, np.ndarray]:

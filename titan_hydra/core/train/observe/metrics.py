@@ -25,7 +25,7 @@ from titan_hydra.core.job.config.fault import counted
 from titan_hydra.core.job.config.files import write_text
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.ranks import all_ranks
-from titan_hydra.core.job.run import layout
+from titan_hydra.core.job.run import layout, records
 from titan_hydra.core.job.run.checkpoints import lowest_held_out
 from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.job.run.stretches import goodput_of
@@ -400,9 +400,8 @@ def event_line(row: dict[str, Any], steps: int) -> str:
 
 
 def columns_in(row: dict[str, Any]) -> list[str]:
-    """Return the objective's columns in a row, as text; their names hold a slash."""
-    columns = {name.partition("/")[2]: value for name, value in row.items() if "/" in name}
-    return [f"{name} {or_dash(value, '.4g')}" for name, value in columns.items()]
+    """Return the objective's columns in a row, as text."""
+    return [f"{name.partition('/')[2]} {or_dash(value, '.4g')}" for name, value in records.beside_loss(row).items()]
 
 
 def _step(row: dict[str, Any], steps: int) -> str:
