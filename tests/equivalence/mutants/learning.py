@@ -138,6 +138,10 @@ MUTANTS = [
            "Sources of a mixture begin anew after a resume.", ("fsdp 2, a mixture, resumed",),
            ("tests/core/data/test_mixture.py::test_three_sources_keep_their_proportions_on_any_ranks_and_across_resume",)),
 
+    Mutant("the next epoch fills the last batch of a pass", "any", LOADER, "number < self.once else None", "True else None",
+           "The first rows of a pass are learned twice.", (),
+           ("tests/core/data/test_epoch.py::test_each_row_is_read_once_on_every_layout_and_over_a_stop",)),
+
     # order of data
     Mutant("a token between samples is lost", "any", STREAMS, 'token = self.state["token"] + self.seq_len',
            'token = self.state["token"] + self.seq_len + 1', "The last token of a sample is not the first of the next.",

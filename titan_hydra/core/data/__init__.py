@@ -49,7 +49,7 @@ def build(job: schema.Job, rank: int, ranks: int, split: str = "train") -> Loade
     }
     if data.shuffle_buffer:
         signature["data.shuffle_buffer"] = data.shuffle_buffer
-    samples = opened(wanted, seed)
+    samples = samples_of(wanted, seed)
     objective = resolve(OBJECTIVES[job.objective.name].build)(job)
     collate = functools.partial(objective.batch, separators=samples.separators)
     blank = None if wanted.once is None else objective.blank_sample()
@@ -65,7 +65,7 @@ def wanted_by(job: schema.Job, split: str, slots: range) -> Wanted:
     return Wanted(job, split, slots, job.data.global_batch, BadShards(job.data.max_bad_shards, job.data.max_bad_rows))
 
 
-def opened(wanted: Wanted, seed: int) -> Samples:
+def samples_of(wanted: Wanted, seed: int) -> Samples:
     """Open the job's source, or all sources of its mixture."""
     data = wanted.job.data
     if data.name != "mixture":

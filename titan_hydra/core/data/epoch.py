@@ -14,19 +14,19 @@ from titan_hydra.core.job.config.load import to_dict
 from titan_hydra.core.job.config.registry import DATA_SOURCES, OBJECTIVES, resolve
 from titan_hydra.core.job.config.schema import EPOCH, UNCOUNTED, Job
 from titan_hydra.core.job.inputs import data_sources, inputs_of, look_at
-from titan_hydra.core.job.rules import checks, data
+from titan_hydra.core.job.rules import checks
 
-from . import opened, wanted_by
+from . import samples_of, wanted_by
 
 _counted: dict[str, int | str] = {}  # the number, or the error, of the jobs of this process that read the same samples
 
 
-def count(job: Job) -> int:
+def samples_in_pass(job: Job) -> int:
     """Return the number of samples in one pass; UNCOUNTED if the job has a fault, which the rules report."""
     probe = copy.deepcopy(job)
     probe.data.samples = None
     # without the rules of techniques and of the machine, which a plan need not pass
-    if checks.check(probe, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT, data.PLACE)) or any(faults(job)):
+    if checks.check(probe, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT, checks.FILES)) or any(faults(job)):
         return UNCOUNTED
     return _count(job)
 
@@ -88,7 +88,7 @@ def _place(job: Job) -> str:
 def _samples_in_epoch(job: Job) -> int:
     uncounted = copy.deepcopy(job)
     uncounted.data.samples = None
-    samples = opened(wanted_by(uncounted, "train", range(0)), job.seed)
+    samples = samples_of(wanted_by(uncounted, "train", range(0)), job.seed)
     in_epoch = getattr(samples, "in_epoch", None)
     if in_epoch is None:
         raise ConfigError(f"data={job.data.name} has no end; type the number of steps")

@@ -41,7 +41,7 @@ def freeze(job: Job) -> Job:
     if job.data.global_batch is None and data_parallel(job) > 0 and job.data.local_batch > 0:
         job.data.global_batch = samples_at_once(job)
     if job.data.samples == UNCOUNTED and job.data.global_batch:
-        job.data.samples = resolve("titan_hydra.core.data.epoch:count")(job)
+        job.data.samples = resolve("titan_hydra.core.data.epoch:samples_in_pass")(job)
     if job.data.samples and job.data.global_batch:
         job.steps = math.ceil(job.data.samples / job.data.global_batch)
     return job

@@ -17,7 +17,7 @@ from titan_hydra.core.job.config.fault import bad_value, multiples_around
 from titan_hydra.core.job.dtypes import GIB
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.ranks import world_size
-from titan_hydra.core.job.rules import checks, data
+from titan_hydra.core.job.rules import checks
 from titan_hydra.experiments.compose.compose import compose_unchecked
 from titan_hydra.experiments.compose.describe import option_files
 from titan_hydra.experiments.plan import memory, messages, predict
@@ -203,7 +203,7 @@ def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
 def legal_job(job: Job, gpus: int | None) -> Job:
     """Return the frozen job on `gpus` devices. Raises ConfigError for broken rules."""
     job = freeze(predict.on_nodes(job, gpus))
-    whole = (data.PLACE, checks.PASS) if job.data.samples is not None else ()
+    whole = (checks.FILES, checks.PASS) if job.data.samples is not None else ()
     if faults := checks.check(job, (checks.KEYS, checks.RANKS, checks.VALUES, checks.LAYOUT, *whole)):
         raise ConfigError("\n".join(map(str, faults)))
     return job

@@ -275,12 +275,7 @@ class Job:
         DEGREE,
         changes="technique",
     )
-    steps: int = key(
-        200,
-        "optimizer steps; epoch: as many as one pass over the data needs, counted by launch.py, which reads each sample once "
-        "and fills the last batch with samples that do not count",
-        COUNT,
-    )
+    steps: int = key(200, "optimizer steps; epoch: as many as one pass over rows of data needs", COUNT)
     seed: int = key(0, "seed of the initial weights and of the order of data", Interval(0, 2**63 - 1))
     elastic: list[str] = key(
         list,
