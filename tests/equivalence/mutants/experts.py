@@ -84,7 +84,7 @@ MUTANTS = [
            "if False", "The gradient of an expert without tokens is not set to zero.", (),
            (f"{TESTS}::test_gradients_that_a_kernel_does_not_write_are_zero",), "pytorch/pytorch#172439"),
     Mutant("a recomputation exchanges numbers again", "ep, ac", "core/parallel/activation_checkpoint.py",
-           'own = options | {"context_fn": partial(keeping, options.get("context_fn"))}', "own = options",
+           'options_of_method = options | {"context_fn": partial(keeping, options.get("context_fn"))}', "options_of_method = options",
            "A recomputation routes the tokens again, and waits for the device again.", (), (KEPT,)),
     Mutant("experts are gathered after the wait", "ep", "core/parallel/data.py", "    if mesh.degrees.ep > 1:\n",
            "    if mesh.degrees.ep > 99:\n",

@@ -173,12 +173,12 @@ class Checkpointer:
         self.finish_pending()
         with self.leave_out():
             began, self.clock = time.perf_counter(), time.monotonic()
-            own = (state.rank_file(self.run.rank), state.of_rank(self.run.world_size, data_state))
+            file_of_rank = (state.rank_file(self.run.rank), state.of_rank(self.run.world_size, data_state))
             writer = Writer(
                 checkpoints.step_folder(self.folder, step),
                 step,
                 self.run.world_size,
-                own,
+                file_of_rank,
                 self._purge,
                 not self.read_back,
                 held_out if isfinite(held_out) else None,
@@ -326,8 +326,8 @@ class Checkpointer:
         content = self._content({MODEL}, self.model)
         dtypes = {f"{MODEL}.{name}": getattr(torch, dtype) for name in content[MODEL] if name not in buffers}
         content_of_config = json.dumps({name: asdict(section) for name, section in sections.items()}, indent=2) + "\n"
-        own = (layout.CONFIG.name, content_of_config) if self.run.rank == 0 else None
-        writer = Writer(path, 0, self.run.world_size, own)
+        config_json = (layout.CONFIG.name, content_of_config) if self.run.rank == 0 else None
+        writer = Writer(path, 0, self.run.world_size, config_json)
         try:
             dcp.save(content, storage_writer=writer, planner=SavePlanner(dtypes), process_group=self.group)
         except CheckpointException as error:

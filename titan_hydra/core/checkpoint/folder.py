@@ -128,13 +128,17 @@ class Folder:
             ]
             if any(part.start >= part.stop for part in both):
                 continue
-            own = target[tuple(slice(part.start - at, part.stop - at) for part, at in zip(both, offsets, strict=True))]
+            target_part = target[
+                tuple(slice(part.start - at, part.stop - at) for part, at in zip(both, offsets, strict=True))
+            ]
             inside = [part.start - box.start for part, box in zip(both, piece.box, strict=True)][-len(piece.start) :]
             where = [start + offset for start, offset in zip(piece.start, inside, strict=True)]
-            own.copy_(self._part(piece.name, where, own.shape[-len(where) :]).reshape(own.shape))
-            if not own.isfinite().all():
+            target_part.copy_(
+                self._part(piece.name, where, target_part.shape[-len(where) :]).reshape(target_part.shape)
+            )
+            if not target_part.isfinite().all():
                 raise ConfigError(
-                    f"{self.files[piece.name]}: {piece.name} has values in {str(own.dtype).removeprefix('torch.')} that are "
+                    f"{self.files[piece.name]}: {piece.name} has values in {str(target_part.dtype).removeprefix('torch.')} that are "
                     "not finite: the file is damaged, or the dtype too small"
                 )
 

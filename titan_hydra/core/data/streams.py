@@ -68,8 +68,8 @@ class Streams:
         bad: BadShards,
     ):
         """Create the streams. Without a `seed`, units are read in their order."""
-        own = getattr(source, "signature", {})
-        self.signature = {"units": source.units, "tokenizer": tokenizer.sha256} | own
+        of_source = getattr(source, "signature", {})
+        self.signature = {"units": source.units, "tokenizer": tokenizer.sha256} | of_source
         self.separators, self.tokenizer = (tokenizer.bos_id, tokenizer.eos_id), tokenizer.sha256
         self.streams = {
             slot: Stream(source, tokenizer, slot, global_batch, seq_len, seed, buffer, bad) for slot in slots

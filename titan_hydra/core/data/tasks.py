@@ -70,12 +70,12 @@ class Task:
         chosen = self.questions[0].gold is not None
         nats = []
         for question in self.questions:
-            own = [next(rest) for _ in question.choices]
+            of_question = [next(rest) for _ in question.choices]
             if not chosen:
-                nats.append(own[0][0])
-                right.append(own[0][1])
+                nats.append(of_question[0][0])
+                right.append(of_question[0][1])
                 continue
-            logs = [log for log, _ in own]
+            logs = [log for log, _ in of_question]
             right.append(_first_best(logs) == question.gold)
             for hits, size in ((normed, len), (by_bytes, lambda choice: len(choice.encode()))):
                 lengths = map(size, question.choices)

@@ -128,10 +128,10 @@ def _inputs(prefix: str, section: Any) -> Iterator[Input]:
         key, value = prefix + spec.name, getattr(section, spec.name)
         if word := spec.metadata.get("reads"):
             suffixes = DATA_SOURCES[section.name].suffixes if getattr(section, "name", None) in DATA_SOURCES else ()
-            own = suffixes if spec.name in ("path", "validation_path") else ()
+            of_source = suffixes if spec.name in ("path", "validation_path") else ()
             names, several = WEIGHTS if word == "weights" else (), isinstance(value, list)
             for path in value if several else [value] if value else []:
-                yield Input(key, word, path, own, f"{key}[{path}]" if several else key, names)
+                yield Input(key, word, path, of_source, f"{key}[{path}]" if several else key, names)
                 if word == "tokenizer" and path.endswith(".json"):
                     yield Input(key, word, path, name=f"{key}{AND_BESIDE}", beside=BESIDE)
         elif dataclasses.is_dataclass(value):

@@ -88,10 +88,10 @@ def breadth_first(rank: int, pp: int, stages: int, number: int) -> list[Step]:
     """Return the steps of looped BFS. torch reverses the microbatches in the backward, which changes neither time nor
     memory.
     """
-    own = range(rank, pp * stages, pp)
+    stages_of_rank = range(rank, pp * stages, pp)
     return [
-        *((stage, "F") for stage in own for _ in range(number)),
-        *((stage, "B") for stage in reversed(own) for _ in range(number)),
+        *((stage, "F") for stage in stages_of_rank for _ in range(number)),
+        *((stage, "B") for stage in reversed(stages_of_rank) for _ in range(number)),
     ]
 
 
@@ -258,6 +258,8 @@ def _ready(action: Action, ends: dict[Action, float], stages: int, travel: float
         return 0.0 if stage == 0 else None if before is None else before + travel
     if kind == "W":
         return ends.get((stage, "I", number))
-    own = ends.get((stage, "F", number))
-    after = own if stage == stages - 1 else ends.get((stage + 1, "B", number), ends.get((stage + 1, "I", number)))
-    return None if own is None or after is None else max(own, after + travel * (stage < stages - 1))
+    forward_end = ends.get((stage, "F", number))
+    after = (
+        forward_end if stage == stages - 1 else ends.get((stage + 1, "B", number), ends.get((stage + 1, "I", number)))
+    )
+    return None if forward_end is None or after is None else max(forward_end, after + travel * (stage < stages - 1))

@@ -298,15 +298,15 @@ def rows_on_gpu(
     rstds = torch.empty(height if norm is not None else 0, dtype=torch.float32, device=device)
     start = 0
     for part in parts:
-        own = quantized[start:], inverses[start:]
+        results_of_part = quantized[start:], inverses[start:]
         if norm is None and width > WIDEST:
-            _cast_in_parts(part, *own, maxima, width, gated)
+            _cast_in_parts(part, *results_of_part, maxima, width, gated)
         else:
             at_once, block = _rows_at_once(len(part)), triton.next_power_of_2(width)
             _rows[(triton.cdiv(len(part), at_once),)](
                 part,
                 part if norm is None else norm,
-                *own,
+                *results_of_part,
                 maxima,
                 rstds,
                 len(part),

@@ -103,10 +103,22 @@ def _update_on_gpu(
     foreach_add(list(steps), [1 - skipped] * len(steps))
     number = torch.stack(list(steps)).double()
     rates = torch.stack([lr / (1 - beta1**number), (1 - beta2**number).sqrt()], 1).float()
-    for tensors, own in zip(parameters, rates, strict=True):
+    for tensors, rates_of_tensor in zip(parameters, rates, strict=True):
         weight, remainder, gradient, mean, square = (tensor.view(-1) for tensor in tensors)
         update_on_gpu(
-            weight, remainder, gradient, mean, square, own, divisor, skipped, lr, beta1, beta2, eps, weight_decay
+            weight,
+            remainder,
+            gradient,
+            mean,
+            square,
+            rates_of_tensor,
+            divisor,
+            skipped,
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
         )
 
 

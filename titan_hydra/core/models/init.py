@@ -47,9 +47,9 @@ def init_weights(module: nn.Module, config: Model, seed: int, rules: Rules | Non
     for name, parameter in module.named_parameters():
         fqn, (owner, _, leaf) = clean_name(name), name.rpartition(".")
         # adapters have their own distributions, which a family does not list
-        own = getattr(module.get_submodule(owner), "initial_std", {})
-        if leaf in own:
-            distribution = Normal(own[leaf]) if own[leaf] else 0.0
+        stated = getattr(module.get_submodule(owner), "initial_std", {})
+        if leaf in stated:
+            distribution = Normal(stated[leaf]) if stated[leaf] else 0.0
         else:
             start = rules.start(fqn)
             distribution = module.initial_distribution(start.name, start.config)

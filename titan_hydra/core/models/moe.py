@@ -222,8 +222,8 @@ class Observed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         counts, entropy, excess = ctx.saved_tensors
-        for total, own in zip(ctx.sums, (counts, entropy), strict=True):
-            total.add_(own)
+        for total, of_microbatch in zip(ctx.sums, (counts, entropy), strict=True):
+            total.add_(of_microbatch)
         of_shares = None if excess is None else excess.repeat_interleave(ctx.shape[0] // len(excess), 0)
         return gradient, of_shares, *[None] * 5
 

@@ -72,17 +72,17 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         if every == 0 or int(name) % every:
             continue
         sparse = bool(sparse_layers(block))
-        own, methods = options, [(block, "forward")]
+        options_of_method, methods = options, [(block, "forward")]
         if sparse and "context_fn" in options and job.compile.name != "off":
             # No policy may wrap compiled parts: inductor's code reuses memory, which would overwrite tensors that the
             # policy saved. So each part is checkpointed by itself.
             methods = list(compiled_parts(block))
         elif sparse:
-            own = options | {"context_fn": partial(keeping, options.get("context_fn"))}
+            options_of_method = options | {"context_fn": partial(keeping, options.get("context_fn"))}
         for owner, method in methods:
             key = (type(owner), method, sparse)
             if key not in classes:
-                classes[key] = checkpointed(type(owner), method, own, around)
+                classes[key] = checkpointed(type(owner), method, options_of_method, around)
             owner.__class__ = classes[key]
 
 

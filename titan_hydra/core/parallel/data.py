@@ -69,19 +69,21 @@ def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
     if not layers:
         fully_shard(block, **options)
         return
-    own = mesh.experts[tuple(name for name in ("dp_replicate", "efsdp") if name in mesh.experts.mesh_dim_names)]
+    experts_mesh = mesh.experts[
+        tuple(name for name in ("dp_replicate", "efsdp") if name in mesh.experts.mesh_dim_names)
+    ]
     weights = {weight for layer in layers for weight in layer.experts.parameters()}
 
     def place(weight: nn.Parameter) -> Shard:
-        return Shard(0 if local_part(weight).shape[0] % own["efsdp"].size() == 0 else 1)
+        return Shard(0 if local_part(weight).shape[0] % experts_mesh["efsdp"].size() == 0 else 1)
 
-    if together := placed_on(own):
+    if together := placed_on(experts_mesh):
         fully_shard(
             block, **options, shard_placement_fn=lambda weight: together(place(weight)) if weight in weights else None
         )
         return
     for layer in layers:
-        fully_shard(layer.experts, **options | {"mesh": own}, shard_placement_fn=place)
+        fully_shard(layer.experts, **options | {"mesh": experts_mesh}, shard_placement_fn=place)
     fully_shard(block, **options)
 
 

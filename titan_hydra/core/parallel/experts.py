@@ -171,8 +171,8 @@ class AllToAll(nn.Module):
         if self.balanced:  # every rank sends the same numbers of rows: the first `more` experts get one more
             (share, more), each = divmod(len(plan.order), experts), experts // ranks
             sent = [each * share + min(max(more - first, 0), each) for first in range(0, experts, each)]
-            own = share + (torch.arange(each, device=plan.counts.device) < more - rank * each).int()
-            return own.repeat(ranks, 1), sent, [sent[rank]] * ranks
+            per_expert = share + (torch.arange(each, device=plan.counts.device) < more - rank * each).int()
+            return per_expert.repeat(ranks, 1), sent, [sent[rank]] * ranks
         arriving = torch.empty_like(plan.counts)
         dist.all_to_all_single(arriving, plan.counts, group=self.group)
         arriving = arriving.view(ranks, -1)

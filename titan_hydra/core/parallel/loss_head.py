@@ -189,8 +189,8 @@ def losses_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None, fa
     largest, sums = softmax_sums(logits)
     right = logits.gather(1, targets.where(here, 0)).float() * here
     if vocabulary is not None:
-        own, largest = largest, over_ranks(largest.clone(), vocabulary, dist.ReduceOp.MAX)
-        right, sums = over_ranks(torch.stack([right, sums * (own - largest).exp()]), vocabulary)
+        largest_here, largest = largest, over_ranks(largest.clone(), vocabulary, dist.ReduceOp.MAX)
+        right, sums = over_ranks(torch.stack([right, sums * (largest_here - largest).exp()]), vocabulary)
     if factors is not None:
         weights = counts * factors
         logits_to_slopes(logits, targets.where(here, -1), largest, weights / sums, weights.float())
@@ -202,8 +202,8 @@ def entropies_of(logits: Tensor, vocabulary: Vocabulary | None) -> Tensor:
     largest, sums = softmax_sums(logits)
     moments = softmax_moments(logits, largest)
     if vocabulary is not None:
-        own, largest = largest, over_ranks(largest.clone(), vocabulary, dist.ReduceOp.MAX)
-        moved = own - largest
+        largest_here, largest = largest, over_ranks(largest.clone(), vocabulary, dist.ReduceOp.MAX)
+        moved = largest_here - largest
         sums, moments = over_ranks(torch.stack([sums, moments + moved * sums]) * moved.exp(), vocabulary)
     return sums.log() - moments / sums
 

@@ -135,7 +135,7 @@ def experts_mesh(degrees: Parallelism, device_type: str) -> DeviceMesh:
 def _mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
     """Build a mesh from the names and sizes of its dimensions."""
     alone: dict[int | str, Any] = {
-        name: own for name, size in sizes.items() if (own := _own_backend(device_type, size))
+        name: backend for name, size in sizes.items() if (backend := _own_backend(device_type, size))
     }
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=alone)
 

@@ -254,9 +254,9 @@ def forward_only(schedule: PipelineSchedule, stages: list[Stage]) -> Iterator[No
         yield
         return
     whole = schedule.pipeline_order_with_comms
-    own = sorted({stage.stage_index for stage in stages})
+    indices = sorted({stage.stage_index for stage in stages})
     gather, free = (
-        [TorchAction(stage, kind) for stage in own] for kind in (ComputationType.UNSHARD, ComputationType.RESHARD)
+        [TorchAction(stage, kind) for stage in indices] for kind in (ComputationType.UNSHARD, ComputationType.RESHARD)
     )
     forward = [
         part

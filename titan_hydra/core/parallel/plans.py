@@ -36,12 +36,16 @@ def with_experts(dense: Plan, norm: Norm) -> Plan:
     """Return a plan whose blocks may have experts in place of the feed-forward. Shared experts are split like the
     feed-forward; each rank's router gets only the rank's own tokens.
     """
-    own = {name: style for name, style in dense.block.items() if not name.startswith("feed_forward")}
+    without_feed_forward = {name: style for name, style in dense.block.items() if not name.startswith("feed_forward")}
     shared = {
         name.replace("feed_forward", "feed_forward.shared_experts"): dense.block[name]
-        for name in dense.block.keys() - own.keys()
+        for name in dense.block.keys() - without_feed_forward.keys()
     }
-    return Plan(dense.around, dense.block, {**own, **shared, "feed_forward.router": SplitTokens(norm.reduce_dtype)})
+    return Plan(
+        dense.around,
+        dense.block,
+        {**without_feed_forward, **shared, "feed_forward.router": SplitTokens(norm.reduce_dtype)},
+    )
 
 
 @dataclass(frozen=True)

@@ -89,9 +89,9 @@ class SummedGradient(ParallelStyle):
 
 def hold_whole(module: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate a module's own parameters over the mesh, in place. Nothing is communicated."""
-    for own, parameter in list(module.named_parameters(recurse=False)):
+    for name, parameter in list(module.named_parameters(recurse=False)):
         module.register_parameter(
-            own, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None))
+            name, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None))
         )
 
 

@@ -49,15 +49,15 @@ def sampling_of(facts: Facts, temperature: float | None, top_k: int | None, top_
     """Return how to draw tokens: as given, else as the model's generation settings say, if they are for sampling. Print
     which further settings of the model are not applied.
     """
-    own = facts.generation if facts.generation.get("do_sample") else {}
+    of_model = facts.generation if facts.generation.get("do_sample") else {}
     stated = [key for key, value in facts.generation.items() if value and (value is True or value != 1)]
-    if others := [key for key in stated if key in OTHER_SETTINGS and (own or key not in OF_SAMPLING)]:
+    if others := [key for key in stated if key in OTHER_SETTINGS and (of_model or key not in OF_SAMPLING)]:
         print(f"warning: not applied of the model's generation settings: {', '.join(others)}", file=sys.stderr)
     plain = Sampling()
     return Sampling(
-        own.get("temperature", plain.temperature) if temperature is None else temperature,
-        own.get("top_k") or plain.top_k if top_k is None else top_k,
-        own.get("top_p") or plain.top_p if top_p is None else top_p,
+        of_model.get("temperature", plain.temperature) if temperature is None else temperature,
+        of_model.get("top_k") or plain.top_k if top_k is None else top_k,
+        of_model.get("top_p") or plain.top_p if top_p is None else top_p,
     )
 
 

@@ -262,9 +262,9 @@ def report_bad_shards(loader: Loader, metrics: Metrics, step: int) -> None:
     parts: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(parts, loader.news())
     news = dict(sorted((name, reason) for part in parts for name, reason in part.items()))
-    for kind, own in (("shard", False), ("row", True)):
-        known = sum(name.startswith(ROW) is own for name in loader.known)
-        left_out = [(name.removeprefix(ROW), reason) for name, reason in news.items() if name.startswith(ROW) is own]
+    for kind, is_row in (("shard", False), ("row", True)):
+        known = sum(name.startswith(ROW) is is_row for name in loader.known)
+        left_out = [(name.removeprefix(ROW), reason) for name, reason in news.items() if name.startswith(ROW) is is_row]
         for count, (name, reason) in enumerate(left_out, start=known + 1):
             metrics.event(f"bad_{kind}", step, **{f"bad_{kind}s": count, kind: name, "reason": reason})
             if metrics.events:

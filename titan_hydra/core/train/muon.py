@@ -87,20 +87,20 @@ class Muon(torch.optim.Muon):
             return [orthogonalize(direction) for direction in directions]
         rank, ranks = self.group.rank(), range(self.group.size())
         nothing = directions[0].new_empty(0)
-        own = matrices[rank] if rank < len(matrices) else None
-        parts = [] if own is None else [part_of(own, coordinate(own, other)) for other in ranks]
+        my_matrix = matrices[rank] if rank < len(matrices) else None
+        parts = [] if my_matrix is None else [part_of(my_matrix, coordinate(my_matrix, other)) for other in ranks]
         # The rank that computes a matrix receives each part once: from ranks with the same copy of the matrix.
         given = [
             direction.flatten() if same_copy(matrix, rank, owner) else nothing
             for owner, (matrix, direction) in enumerate(zip(matrices, directions, strict=True))
         ]
-        sizes = [elements_of(part) if same_copy(own, rank, other) else 0 for other, part in enumerate(parts)] or [
+        sizes = [elements_of(part) if same_copy(my_matrix, rank, other) else 0 for other, part in enumerate(parts)] or [
             0
         ] * len(ranks)
         received = self.exchange([*given, *[nothing] * (len(ranks) - len(given))], sizes)
         answers = [nothing] * len(ranks)
-        if own is not None:
-            whole = directions[0].new_zeros(own.shape)
+        if my_matrix is not None:
+            whole = directions[0].new_zeros(my_matrix.shape)
             for part, values in zip(parts, received, strict=True):
                 if values.numel():
                     whole[part] = values.view_as(whole[part])

@@ -56,8 +56,8 @@ def groups_by_factors(group: dict[str, Any], names: dict[nn.Parameter, str], rul
     return [
         group
         | {key: group[key] * factor for key, factor in zip(SCALED_OPTIONS, factors, strict=True) if key in group}
-        | {"params": own}
-        for factors, own in parts.items()
+        | {"params": parameters}
+        for factors, parameters in parts.items()
     ]
 
 

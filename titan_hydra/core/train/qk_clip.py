@@ -39,12 +39,12 @@ class Clip:
                 parameter = parameters[f"{name.removesuffix('sdpa')}{linear}.weight"]
                 (first, *_), (size, *_) = local_box(parameter)
                 exponents = torch.cat([torch.full((width,), exponent) for width, exponent in parts])
-                own = torch.arange(first, first + size)
+                rows = torch.arange(first, first + size)
                 where = parameter.device
                 self.places[parameter] = (
                     layer,
-                    (own // len(exponents)).to(where),
-                    exponents[own % len(exponents)].to(where),
+                    (rows // len(exponents)).to(where),
+                    exponents[rows % len(exponents)].to(where),
                 )
 
     def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -58,9 +58,9 @@ class Clip:
         loss or norm is not `finite`. This is a collective.
         """
         self.largest = torch.full((len(self.measured), self.heads), -torch.inf, device=finite.device)
-        for own, part in zip(self.largest, self.measured.values(), strict=True):
+        for of_layer, part in zip(self.largest, self.measured.values(), strict=True):
             largest: Any = part.largest
-            own.narrow(0, self.mesh.coordinate("tp") * len(largest), len(largest)).copy_(largest)
+            of_layer.narrow(0, self.mesh.coordinate("tp") * len(largest), len(largest)).copy_(largest)
         if self.mesh.stage is not None:
             dist.all_reduce(self.largest, dist.ReduceOp.MAX, group=self.mesh.stage)
         exceeds = finite & (self.largest > self.threshold)

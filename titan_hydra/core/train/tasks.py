@@ -69,9 +69,9 @@ def likeliest(logits: Tensor, vocabulary: Vocabulary | None) -> Tensor:
     largest, token = logits.max(dim=1, keepdim=True)
     if vocabulary is None:
         return token
-    own, token = largest.clone(), token + vocabulary.first
+    largest_here, token = largest.clone(), token + vocabulary.first
     over_ranks(largest, vocabulary, dist.ReduceOp.MAX)
-    return over_ranks(token.where(own == largest, torch.iinfo(token.dtype).max), vocabulary, dist.ReduceOp.MIN)
+    return over_ranks(token.where(largest_here == largest, torch.iinfo(token.dtype).max), vocabulary, dist.ReduceOp.MIN)
 
 
 @torch.no_grad()
@@ -89,12 +89,12 @@ def score_requests(trainer: Trainer, requests: Sequence[Request]) -> list[tuple[
     trainer.prepare_weights()
     for begin in range(0, len(order), mesh.data_ranks * size):
         length = row_length(job, requests[order[begin]].length)
-        own = order[begin : begin + mesh.data_ranks * size][first : first + size]
-        batch = batch_of_requests([requests[number] for number in own], scoring, size, length)
+        of_rank = order[begin : begin + mesh.data_ranks * size][first : first + size]
+        batch = batch_of_requests([requests[number] for number in of_rank], scoring, size, length)
         with tensor_parallel.loss_context(mesh):
             trainer.step.forward(trainer.prepare(batch), scoring)
-        if own and mesh.reports_loss and trainer.step.has_loss:
-            totals[own] += torch.cat(scoring.found)[: len(own)]
+        if of_rank and mesh.reports_loss and trainer.step.has_loss:
+            totals[of_rank] += torch.cat(scoring.found)[: len(of_rank)]
         scoring.found.clear()
     dist.all_reduce(totals)
     trainer.model.train()

@@ -116,9 +116,9 @@ def _names_of_groups(mesh: Mesh) -> dict[str, str]:
         names = {shards: "fsdp"} | dict.fromkeys(replicas, "dp_replicate")
     dimensions = mesh.world.mesh_dim_names if mesh.world is not None else ()
     if mesh.experts is not None:
-        for own, name in (("efsdp", "fsdp"), ("ep", "ep")):
-            if own in mesh.experts.mesh_dim_names:
-                group = str(mesh.experts.get_group(own).group_name)
+        for dimension_of_experts, name in (("efsdp", "fsdp"), ("ep", "ep")):
+            if dimension_of_experts in mesh.experts.mesh_dim_names:
+                group = str(mesh.experts.get_group(dimension_of_experts).group_name)
                 names[group] = BOTH if name == "ep" and names.get(group) == "fsdp" else name
     return {str(mesh.world.get_group(name).group_name): name for name in dimensions} | names
 

@@ -162,13 +162,13 @@ def unusable_options(folder: Path) -> list[str]:
     Hydra does not use an option that has the name of a package option. YAML reads `on` and `off` without quotes as
     truth values.
     """
-    own = {
+    files_of_package = {
         package: folder / package.relative_to(CONF)
         for package in (CONF / "config.yaml", *sorted(CONF.glob("*/*.yaml")))
     }
     lines = [
         f"{file}: is never read, as the package has an option of this name, {package}; rename it"
-        for package, file in own.items()
+        for package, file in files_of_package.items()
         if file.is_file() and not package.samefile(file)
     ]
     for file in sorted(folder.glob("*/*.yaml")):

@@ -127,11 +127,11 @@ def picked_anew(values: Any, picked: str | list[str]) -> Any:
 
 
 @functools.cache
-def _joined(section: Any, own: Any) -> Any:
+def _joined(section: Any, of_part: Any) -> Any:
     """Return a section's dataclass with the keys of a part."""
-    if own is None or issubclass(own, section):
-        return own or section
-    return dataclasses.make_dataclass(f"{section.__name__}Of{own.__name__}", [], bases=(section, own))
+    if of_part is None or issubclass(of_part, section):
+        return of_part or section
+    return dataclasses.make_dataclass(f"{section.__name__}Of{of_part.__name__}", [], bases=(section, of_part))
 
 
 @functools.cache
@@ -218,11 +218,11 @@ def give_types(section: Any, values: dict[str, Any], prefix: str, needed: bool =
             except ValueError:
                 yield type_fault(key, kind, value, spec)
                 continue
-            for own, entry in value.items() if (of := spec.metadata["entry"]) and value else ():
+            for entry_name, entry in value.items() if (of := spec.metadata["entry"]) and value else ():
                 if isinstance(entry, dict):
-                    yield from give_types(of, entry, f"{key}.{own}.")
+                    yield from give_types(of, entry, f"{key}.{entry_name}.")
                 else:
-                    yield Fault(f"{key}.{own}", entry, "needs its keys; it cannot be a single value")
+                    yield Fault(f"{key}.{entry_name}", entry, "needs its keys; it cannot be a single value")
 
 
 def _wrong_part(section: Any, values: dict[str, Any], prefix: str) -> Fault | None:
@@ -438,5 +438,5 @@ def no_such_key(cls: Any, prefix: str, name: str, value: Any, data: dict[str, An
             f"{prefix}{pick}={as_typed(data.get(pick))} does not read it; {' or '.join(readers)} would",
         )
     return Fault(
-        prefix + name, value, "no such key", legal=suggest(prefix + name, [f"{prefix}{own}" for own in _hints(cls)])
+        prefix + name, value, "no such key", legal=suggest(prefix + name, [f"{prefix}{key}" for key in _hints(cls)])
     )

@@ -176,13 +176,13 @@ def old_torch_splits_only_plain_backwards(job: Job) -> Iterator[Fault]:
     """
     if job.parallelism.pp == 1 or not splits_backward(job) or not versions().get("torch", "").startswith("2.11."):
         return
-    own = [
+    features = [
         *["loss=linear_cross_entropy"] * (job.loss.name == "linear_cross_entropy"),
         *[f"precision.converter={job.precision.converter}"] * (job.precision.converter is not None),
         *["experts"] * job.model.sparse,
     ]
-    if own:
-        why = f"splits the backward, which torch 2.11 cannot do with {own[0]}; a newer torch can"
+    if features:
+        why = f"splits the backward, which torch 2.11 cannot do with {features[0]}; a newer torch can"
         yield fault_at(job, "pp_schedule.name", why, "interleaved_1f1b", "1f1b")
 
 

@@ -126,13 +126,15 @@ def guilty(attempt: Path, outside: Outside | None = None) -> Failure | None:
     """
     outside = outside or Outside()
     ranks = Ended.all(attempt, outside.ranks)
-    own = [rank for rank in ranks if rank.error and not rank.error["secondary"]]
+    with_error = [rank for rank in ranks if rank.error and not rank.error["secondary"]]
     silent = [rank for rank in ranks if rank.silent]
-    if outside.cause and not own:
+    if outside.cause and not with_error:
         return outside.cause
-    if own or silent:
+    if with_error or silent:
         # At equal times, a rank that aborted comes last, as NCCL's watchdog aborts a rank when another rank has exited.
-        return min(own + silent, key=lambda rank: (rank.time, rank.status == -signal.SIGABRT, rank.order)).failure()
+        return min(
+            with_error + silent, key=lambda rank: (rank.time, rank.status == -signal.SIGABRT, rank.order)
+        ).failure()
     others = [rank for rank in ranks if rank.error]
     if not others:
         return _without_ranks(attempt) or outside.otherwise

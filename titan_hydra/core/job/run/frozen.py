@@ -93,8 +93,8 @@ def _changed_file(directory: Path, content: dict[str, Any], actual: str, expecte
     an elastic run, from which its batch script has copied config.json, or config.json itself.
     """
     first = layout.FIRST_CONFIG.of(directory)
-    if first.exists() and (own := _hash_of_content(layout.FIRST_CONFIG.read(directory))) != expected:
-        return first, own
+    if first.exists() and (hash_of_first := _hash_of_content(layout.FIRST_CONFIG.read(directory))) != expected:
+        return first, hash_of_first
     for number, config in layout.LAYOUT.read_all(directory).items():
         if config == content:
             return layout.LAYOUT.of(directory, number), actual

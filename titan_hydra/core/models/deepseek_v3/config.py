@@ -74,8 +74,12 @@ class DeepSeekV3Config(SparseModel):
         return self.v_head_dim
 
     def arithmetic(self) -> dict[str, Any]:
-        own = {"mtp": None, "mtp_weight": None}
-        return super().arithmetic() | own | {"n_kv_heads": None, "yarn": self.yarn if self.yarn.factor != 1 else None}
+        only_in_training = {"mtp": None, "mtp_weight": None}
+        return (
+            super().arithmetic()
+            | only_in_training
+            | {"n_kv_heads": None, "yarn": self.yarn if self.yarn.factor != 1 else None}
+        )
 
     def faults(self) -> Iterator[Fault]:
         """Every head has its own key, whose rotated part has an even width."""

@@ -52,8 +52,8 @@ class DeepSeekV3(Decoder):
         for block in blocks[:main]:
             h = block(h, rotary, documents)
         outputs = [self.norm(h)]
-        for block, own in zip(blocks[main : main + further], embedded, strict=True):
-            h, normed = block(h, rotary, documents, own)
+        for block, embeddings in zip(blocks[main : main + further], embedded, strict=True):
+            h, normed = block(h, rotary, documents, embeddings)
             outputs.append(normed)
         return torch.cat(outputs)
 

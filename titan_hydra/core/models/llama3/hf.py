@@ -23,8 +23,8 @@ def to_config(config: Llama3Config, dtype: torch.dtype) -> dict:
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_max_seq_len,
     }
-    own = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
-    return own | decoder_to_config(config, dtype) | {"rope_scaling": None if scaling.factor == 1 else stretched}
+    of_llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
+    return of_llama | decoder_to_config(config, dtype) | {"rope_scaling": None if scaling.factor == 1 else stretched}
 
 
 def from_config(data: dict, file: Path) -> Llama3Config:
