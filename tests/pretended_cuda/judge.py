@@ -12,8 +12,8 @@ ONE_WAIT = {"event.synchronize at core/train/step.py Agreement.read": 1}  # the 
 COPIES = {
     "to the device at core/data/batch.py onto",
     "to the host at core/train/step.py Agreement.__init__",
-    "to the host at core/parallel/offload.py Host.keep",
-    "to the device at core/parallel/offload.py Host.copied",
+    "to the host at core/parallel/offload.py Host.transfer",
+    "to the device at core/parallel/offload.py Host.transfer",
 }
 
 

@@ -73,6 +73,20 @@ LAYOUTS = {
     "llama3, fsdp 2, ac offload": layout(
         2, LLAMA, "parallelism=fsdp", "ac=offload", "model.n_layers=3", "compile=off", samples=8
     ),
+    "llama3, tp 2, ac offload": layout(2, LLAMA, "parallelism=tp", "ac=offload", "model.n_layers=3", samples=4),
+    "llama3, pp 2, 1f1b, ac offload": layout(
+        2, LLAMA, "parallelism=pp", "ac=offload", "model.n_layers=6", "data.local_batch=4", samples=4
+    ),
+    "qwen3_moe, fsdp 2, ep 2, ac offload": layout(
+        2,
+        MOE,
+        "parallelism=fsdp_ep",
+        "parallelism.ep=2",
+        "ac=offload",
+        "model.n_layers=3",
+        samples=4,
+        reads=((EXCHANGE, 128, 3),),
+    ),
     "llama3, hsdp 4, muon": layout(4, LLAMA, "parallelism=hsdp", "optimizer=muon", samples=8),
     "llama3, tp 2, lora": layout(2, LLAMA, "parallelism=tp", "adapter=lora", samples=2),
     "llama3, fsdp 4, tp 2, float8 tensorwise": layout(

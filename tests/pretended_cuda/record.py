@@ -40,6 +40,8 @@ class Record:
     # "what at place": number of times that the host waited for the device
     waits: Counter = field(default_factory=Counter)
     copies: Counter = field(default_factory=Counter)  # "to the device at place": number of pinned copies
+    # "on the host of file": largest number of bytes at once of tensors that copies between host and device read or wrote
+    held: dict[str, int] = field(default_factory=dict)
     kernels: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # layer: attention, products, casts
     # key of cuDNN's cache: strides of out and grad_out
     cudnn: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -62,6 +64,7 @@ class Recorder(TorchDispatchMode):
             [],
         )
         self.memory = streams.Memory(self.record.faults)
+        self.held = streams.Held(self.memory, self.record.held)
 
     def __enter__(self):
         streams.WAITS.clear()
@@ -106,6 +109,7 @@ class Recorder(TorchDispatchMode):
             self.memory.kernel(
                 op, on_device, [*changed, *(x for x in outputs if x.is_cuda and not any(x is y for y in inputs))]
             )
+        self.held.measure()
         return out
 
     def state(self, tensors):
@@ -180,6 +184,7 @@ class Recorder(TorchDispatchMode):
             return
         if {source.device.type, target.device.type} != {"cpu", "cuda"}:
             return
+        self.held.copied(source, target)
         if target.is_cuda and (later and getattr(source, "pinned", False)):
             self.record.copies[f"to the device at {place()}"] += 1
         elif target.is_cuda:

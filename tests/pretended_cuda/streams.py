@@ -7,6 +7,7 @@ it, is a race.
 
 import itertools
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -176,9 +177,46 @@ class Memory:
         """Record a fault if this stream may now reuse memory that another stream still uses."""
         for (key, user), (state, number, what) in list(self.lent.items()):
             if state["owner"] is stream and state["ref"].expired():
-                del self.lent[key, user]
-                if stream.seen.get(user, 0) < number and key not in RECORDED:
+                waited, recorded = stream.seen.get(user, 0) >= number, key in RECORDED
+                if waited or not recorded:
+                    del self.lent[key, user]
+                if not waited and not recorded:
                     self.faults.append(f"memory is freed while a stream that was not waited for uses it: {what}")
+
+
+class Held:
+    """Measure the memory of tensors that copies between host and device read or wrote. `peaks` has the largest number of
+    bytes at once, for each side and file whose code copies. Memory on the device that was given to `record_stream`
+    counts until its own stream has waited for the other: before, the allocator cannot use it again.
+    """
+
+    def __init__(self, memory, peaks):
+        self.memory, self.peaks, self.storages = memory, peaks, {}
+
+    def copied(self, *tensors):
+        """Measure these tensors from now on."""
+        where = place().partition(" ")[0]
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            side = "device" if tensor.is_cuda else "host"
+            self.storages.setdefault(
+                storage._cdata, (StorageWeakRef(storage), storage.nbytes(), f"on the {side} of {where}")
+            )
+
+    def measure(self):
+        """Update the peaks."""
+        lent = {key for key, user in self.memory.lent if key in RECORDED and not self.waited(key, user)}
+        self.storages = {key: entry for key, entry in self.storages.items() if key in lent or not entry[0].expired()}
+        now = Counter()
+        for _, size, what in self.storages.values():
+            now[what] += size
+        for what, size in now.items():
+            self.peaks[what] = max(size, self.peaks.get(what, 0))
+
+    def waited(self, key, user):
+        """Whether the stream that owns a storage has waited for its use by another stream."""
+        state, number, _ = self.memory.lent[key, user]
+        return state["owner"].seen.get(user, 0) >= number
 
 
 def record_stream(tensor, stream):

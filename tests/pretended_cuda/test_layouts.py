@@ -16,6 +16,9 @@ from tests.pretended_cuda.device import build_guard
 from tests.pretended_cuda.judge import faults, table
 from tests.pretended_cuda.layouts import LAYOUTS, of_matrix
 from tests.pretended_cuda.planted import NOTHING, PLANTED
+from titan_hydra.core.job.freeze import freeze
+from titan_hydra.experiments.compose.compose import compose_unchecked
+from titan_hydra.experiments.plan import memory
 
 # Parts of names in the matrix, with the reason why the pretended H100 cannot run these cases.
 CANNOT = {"mxfp8": "its matmuls need a B200", "float8 fused": "a card runs its Triton kernels"}
@@ -32,7 +35,8 @@ def stepped(request, tmp_path_factory):
     """Return a function that returns the records of layouts of one kind, stepped in one process. Skip if there is no
     C++ compiler.
     """
-    guard = build_guard(request.config.cache.mkdir("pretended_cuda"))
+    kept = getattr(request.config, "cache", None)  # none in the trial of mutants
+    guard = build_guard(kept.mkdir("pretended_cuda") if kept else tmp_path_factory.mktemp("guard"))
     if guard is None:
         pytest.skip("the pretended CUDA device needs a C++ compiler (g++)")
     known = {}
@@ -65,6 +69,15 @@ def test_a_layout_steps_without_fault(layouts, stepped):
     sections = dict(section.split("\n", 1) for section in KERNELS.split("\n\n"))
     known = sections.get(f"[{layouts}; torch {RELEASE}]", sections[f"[{layouts}]"])
     assert table(result["ranks"]) == known, "the part of kernels.txt that is to be pasted, if the change is right"
+
+
+@pytest.mark.parametrize("layouts", [name for name in LAYOUTS if "offload" in name])
+def test_a_layout_holds_on_the_host_and_on_the_device_what_a_plan_counts(layouts, stepped):
+    peak = memory.peak(job := freeze(compose_unchecked(*LAYOUTS[layouts].overrides)))
+    held = {rank: record["held"] for rank, record in stepped("layouts")[layouts]["ranks"].items()}
+    here, planned = "core/parallel/offload.py", {term.name: term.bytes for term in peak.terms}
+    assert max(one[f"on the host of {here}"] for one in held.values()) == memory.on_the_host(job)
+    assert held[str(peak.rank)][f"on the device of {here}"] == planned["inputs from the host"]
 
 
 # one planted fault in each run: a judge that never finds anything would pass all other tests

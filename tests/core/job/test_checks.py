@@ -261,10 +261,10 @@ BAD = [  # changed values, the key and the rule that are named, the nearest lega
     ),
     ({"ac__name": "memory_budget"}, "compile.name", "memory_budget_is_the_compilers", "block"),
     (
-        {"ac__name": "offload", "compile__name": "block"},
+        {"ac__name": "offload", "compile__name": "model"},
         "compile.name",
-        "inputs_in_the_hosts_memory_are_not_compiled",
-        "off",
+        "inputs_in_the_hosts_memory_are_those_of_a_block",
+        "block",
     ),
     (
         {"gpus": 4, "parallelism__cp": 4, "parallelism__cp_rotate": "alltoall", "compile__name": "block"},

@@ -1,4 +1,4 @@
-"""Mutants of layers, adapters and initial weights. Imports no torch."""
+"""Mutants of layers, adapters, initial weights and inputs of blocks in the host's memory. Imports no torch."""
 
 from .mutant import Mutant
 
@@ -19,6 +19,9 @@ FSDP, TP = "fsdp 2", "tp 2, sequence parallel on, loss parallel on"
 LORA_TESTS, CONVERT = "tests/core/train/test_lora.py", "tests/core/checkpoint/test_convert.py"
 LOGITS = f"{CONVERT}::test_transformers_computes_the_same_logits"
 OWN = "tests/core/parallel/test_own_modules.py"
+OFFLOAD, PRETENDED = "core/parallel/offload.py", "tests/pretended_cuda/test_layouts.py"
+STEPS_WITHOUT_FAULT = f"{PRETENDED}::test_a_layout_steps_without_fault[llama3, fsdp 2, ac offload]"
+HOLDS = f"{PRETENDED}::test_a_layout_holds_on_the_host_and_on_the_device_what_a_plan_counts"
 
 # fmt: off
 MUTANTS = [
@@ -97,5 +100,30 @@ MUTANTS = [
            "if record.ring and type(attention.sdpa) is not SDPA:", "if False:",
            "Torch's attention kernel silently replaces a user's kernel.", (),
            (f"{OWN}::test_a_ring_refuses_an_attention_kernel_that_it_would_replace",)),
+
+    # inputs of blocks in the host's memory; only the pretended device has streams
+    Mutant("a block gets the input of the block before", "ac=offload", OFFLOAD, "            return on_host.host\n",
+           "            return self.waiting.get(on_host.number - 1, on_host).host\n",
+           "A block is computed again from the input of another block.", ("pp 2, ac offload",)),
+    Mutant("an input is freed before it is on the host", "ac=offload", OFFLOAD,
+           "            torch.cuda.current_stream(last.device).wait_event(last.copied)\n", "",
+           "The memory of an input is used again while it is copied.", (), (STEPS_WITHOUT_FAULT,)),
+    Mutant("an input is read before it has arrived", "ac=offload", OFFLOAD,
+           "        torch.cuda.current_stream(on_host.device).wait_event(on_host.copied)\n", "",
+           "A block is computed again while its input is copied.", (), (STEPS_WITHOUT_FAULT,)),
+    Mutant("a copy does not wait for the input", "ac=offload", OFFLOAD,
+           "        self.stream.wait_stream(torch.cuda.current_stream(on_host.device))\n", "",
+           "An input is copied to the host while it is computed.", (), (STEPS_WITHOUT_FAULT,)),
+    Mutant("the event of a copy comes before it", "ac=offload", OFFLOAD,
+           "            target.copy_(source, non_blocking=True)\n            on_host.copied = self.stream.record_event()\n",
+           "            on_host.copied = self.stream.record_event()\n            target.copy_(source, non_blocking=True)\n",
+           "What waits for the copy waits for nothing.", (), (STEPS_WITHOUT_FAULT,)),
+    Mutant("inputs stay on the device until the device has copied", "ac=offload", OFFLOAD,
+           "            torch.cuda.current_stream(last.device).wait_event(last.copied)\n",
+           "            last.copy.record_stream(self.stream)\n",
+           "The host queues the whole forward before the first input is free.", (), (f"{HOLDS}[llama3, fsdp 2, ac offload]",)),
+    Mutant("losses keep what a stage has received", "ac=offload, pp", "core/parallel/pipeline.py",
+           "            options[\"loss\"].detach_()\n", "            pass\n",
+           "The last stage holds the inputs of all microbatches.", (), (f"{HOLDS}[llama3, pp 2, 1f1b, ac offload]",)),
 ]
 # fmt: on

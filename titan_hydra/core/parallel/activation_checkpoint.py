@@ -89,16 +89,21 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
 def checkpointed(
     kind: type[nn.Module], method: str, options: dict[str, Any], around: Callable[[], AbstractContextManager]
 ) -> type[nn.Module]:
-    """Return a subclass of the same name whose method `method` is checkpointed, in a context of `around`."""
+    """Return a subclass of the same name whose method `method` is checkpointed, in a context of `around`.
+
+    Compiled code saves its inputs by itself, where no context sees them. So with a context, only what is checkpointed is
+    compiled.
+    """
     plain = getattr(kind, method)
+    inside = {} if around is nullcontext or hasattr(kind, "compiled") else {"plain": plain, "compiled": ("plain",)}
 
     def forward(self, *args, **kwargs):
         with around():
-            return checkpoint(partial(plain, self), *args, **options, **kwargs)
+            return checkpoint(self.plain if inside else partial(plain, self), *args, **options, **kwargs)
 
     # a code object of its own, as the compiler limits the number of compilations of each
     forward.__code__ = forward.__code__.replace(co_name=f"{kind.__name__}_{method}")
-    return type(kind.__name__, (kind,), {method: forward, "__module__": kind.__module__})
+    return type(kind.__name__, (kind,), {method: forward, "__module__": kind.__module__} | inside)
 
 
 def every_matmul(config: OperatorCheckpoint, sparse: bool) -> Callable[[], tuple]:

@@ -13,23 +13,27 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Kept:
-    """An input of a block in the host's memory and, from shortly before its use on, its copy on the device."""
+    """An input of a block in the host's memory, and on the device: as it was until it has arrived on the host, and as a
+    copy from shortly before its use on. `copied` marks the end of the last copy.
+    """
 
-    def __init__(self, number: int, host: Tensor, device: torch.device) -> None:
-        self.number, self.host, self.device = number, host, device
-        self.copy: Tensor | None = None
-        self.arrived: torch.cuda.Event | None = None
+    def __init__(self, number: int, host: Tensor, given: Tensor) -> None:
+        self.number, self.host, self.device = number, host, given.device
+        self.copy: Tensor | None = given
+        self.copied: torch.cuda.Event | None = None
 
 
 class Host:
     """The inputs of one stage's blocks that are in the host's memory, in the order of their forwards.
 
-    On CUDA, the memory is pinned, and a stream of its own copies from and to it. While a block's backward runs, the
-    input of the block before it is copied, so two inputs are on the device. On a CPU, an input is copied once.
+    On CUDA, the memory is pinned, and a stream of its own copies: to the host while the forward of the block runs, and
+    back while the backward of the block after it runs. So two inputs are on the device. Their memory belongs to the
+    stream that computes, and this stream waits for the copies. With `record_stream`, memory would become free only when
+    the device has copied, which is much later than the host queues more work. On a CPU, an input is copied once.
     """
 
     def __init__(self) -> None:
-        self.numbers = count()
+        self.numbers, self.last = count(), -1
         self.waiting: WeakValueDictionary[int, Kept] = WeakValueDictionary()  # a graph that is dropped drops its inputs
         self.stream: torch.cuda.Stream | None = None
 
@@ -46,14 +50,10 @@ class Host:
         host = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
         if saved.is_cuda:
             self.stream = self.stream or torch.cuda.Stream(saved.device)
-            self.stream.wait_stream(torch.cuda.current_stream(saved.device))
-            with torch.cuda.stream(self.stream):
-                host.copy_(saved, non_blocking=True)
-            saved.record_stream(self.stream)  # its memory is not reused before the copy has ended
-        else:
-            host.copy_(saved)
-        on_host = Kept(next(self.numbers), host, saved.device)
-        self.waiting[on_host.number] = on_host
+            self.leave()
+        on_host = Kept(next(self.numbers), host, saved.detach())
+        self.transfer(on_host, host, saved)
+        self.waiting[on_host.number], self.last = on_host, on_host.number
         return on_host
 
     def bring(self, on_host: Tensor | Kept) -> Tensor:
@@ -62,20 +62,34 @@ class Host:
             return on_host
         if self.stream is None:
             return on_host.host
-        copy = self.copied(on_host)
         self.waiting.pop(on_host.number, None)
+        self.leave()
+        self.fetch(on_host)
         if earlier := [number for number in self.waiting if number < on_host.number]:
-            self.copied(self.waiting[max(earlier)])
-        current = torch.cuda.current_stream(on_host.device)
-        current.wait_event(on_host.arrived)
-        copy.record_stream(current)
-        on_host.copy = None
+            self.fetch(self.waiting[max(earlier)])
+        torch.cuda.current_stream(on_host.device).wait_event(on_host.copied)
+        copy, on_host.copy = on_host.copy, None
         return copy
 
-    def copied(self, on_host: Kept) -> Tensor:
-        """Return the copy of an input on its device. Begin to copy it if that was not done before."""
+    def leave(self) -> None:
+        """Free the memory on the device of the last input that was copied to the host."""
+        last = self.waiting.get(self.last)
+        if last is not None and last.copy is not None:
+            torch.cuda.current_stream(last.device).wait_event(last.copied)
+            last.copy = None
+
+    def fetch(self, on_host: Kept) -> None:
+        """Begin to copy an input to its device, unless it is there."""
         if on_host.copy is None:
-            with torch.cuda.stream(self.stream):
-                on_host.copy = on_host.host.to(on_host.device, non_blocking=True)
-                on_host.arrived = torch.cuda.current_stream(on_host.device).record_event()
-        return on_host.copy
+            on_host.copy = torch.empty_like(on_host.host, device=on_host.device)
+            self.transfer(on_host, on_host.copy, on_host.host)
+
+    def transfer(self, on_host: Kept, target: Tensor, source: Tensor) -> None:
+        """Copy in the stream that copies, after all that the present stream was given."""
+        if self.stream is None:
+            target.copy_(source)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(on_host.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+            on_host.copied = self.stream.record_event()

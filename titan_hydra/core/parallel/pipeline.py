@@ -79,6 +79,9 @@ class Stage(PipelineStage):
         that were received for it.
         """
         super().backward_one_chunk(number, *args, **options)
+        if options.get("loss") is not None and options.get("full_backward", True):
+            # torch keeps the losses of a step, and the graph of a loss would keep what was received for it
+            options["loss"].detach_()
         move_received(self.args_recv_info[number], META)
         move_received(self.grad_recv_info.get(number, ()), META)
 

@@ -354,7 +354,8 @@ def _between_stages(shape: Shape, rank: int, constants: Constants) -> list[Term]
     shared = shape.compiled or shape.recomputes
     terms = [Term("masks", _mask(shape) * number)] if shared else []  # a mask has one byte per element
     if mode_of(job).host:  # the input of the block whose backward runs, and the next one on its way
-        terms.append(Term("inputs from the host", 2 * input_bytes(shape)))
+        received = in_flight(job, rank, (0,) + (1,) * last).most  # torch's pipeline stage keeps what it has received
+        terms.append(Term("inputs from the host", (2 + received) * input_bytes(shape)))
     terms += [Term("masks", number * sum(map(_mask, shape.before)))] if 0 in shape.stages[rank] else []
     if last:
         message = shape.tokens * shape.used * shape.residual

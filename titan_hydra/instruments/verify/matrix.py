@@ -82,15 +82,15 @@ MATRIX = [
       for ac in ("full", "layer", "op", "lean", "offload")),
     case("tp 2, ac op, sequence parallel off", 2, "parallelism=tp", "ac=op", "parallelism.sequence_parallel=off", "data.local_batch=16"),
     *(case(f"fsdp 4, tp 2, compile, ac {ac}", 4, "parallelism=fsdp_tp", *COMPILED, f"ac={ac}", "data.local_batch=8", slow=ac != "none")
-      for ac in ("none", "op", "lean")),
+      for ac in ("none", "op", "lean", "offload")),
     case("fsdp 4, tp 2, compile by inductor, ac op", 4, "parallelism=fsdp_tp", "compile=block", "ac=op", "data.local_batch=8", slow=True),
     *(case(f"tp 2, compile, {what} off", 2, "parallelism=tp", *COMPILED, "data.local_batch=16", f"parallelism.{what}=off", slow=True)
       for what in ("loss_parallel", "sequence_parallel")),
     *(case(f"fsdp 2, compile, ac {ac}", 2, "parallelism=fsdp", *COMPILED, f"ac={ac}", "data.local_batch=8", slow=True)
-      for ac in ("full", "layer", "memory_budget")),
+      for ac in ("full", "layer", "memory_budget", "offload")),
     *(case(f"pp 2, ac {ac}", 2, "parallelism=pp", f"ac={ac}", "data.local_batch=16") for ac in ("full", "layer", "op", "lean", "offload")),
     *(case(f"pp 2, compile, ac {ac}", 2, "parallelism=pp", *COMPILED, f"ac={ac}", "data.local_batch=16", slow=True)
-      for ac in ("none", "full", "op")),
+      for ac in ("none", "full", "op", "offload")),
 
     # Pipeline parallel, 8 microbatches
     *(case(f"pp {ranks}, {schedule}, accumulation {steps}", ranks, "parallelism=pp", f"parallelism.pp={ranks}", f"pp_schedule={schedule}",
@@ -339,7 +339,7 @@ MATRIX = [
            slow="compile" in name or family == "qwen3_moe")
       for name, *more in (
           *((f"ac {ac}", f"ac={ac}") for ac in ("full", "layer", "op", "lean", "offload")), ("linear_cross_entropy", *LINEAR),
-          *((f"compile, ac {ac}", *COMPILED, f"ac={ac}") for ac in ("none", "full", "op")))
+          *((f"compile, ac {ac}", *COMPILED, f"ac={ac}") for ac in ("none", "full", "op", "offload")))
       for family, base in SPARSE),
     *(case(f"{family}, tp 2, ep 2, compile", 2, "parallelism=tp", "parallelism.ep=2", "data.local_batch=16", *COMPILED, base=base,
            slow=True) for family, base in SPARSE),

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 
-from titan_hydra.core.job.config.fault import Fault, fault_at, required
+from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.registry import CP_ROTATIONS
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.recomputation import mode_of, recomputed_share
@@ -47,12 +47,10 @@ def memory_budget_is_the_compilers(job: Job) -> Iterator[Fault]:
         yield fault_at(job, "compile.name", f"ac={job.ac.name} needs the compiler", "block")
 
 
-def inputs_in_the_hosts_memory_are_not_compiled(job: Job) -> Iterator[Fault]:
-    """The compiler's code saves the inputs of compiled blocks by itself, before they could be copied to the host."""
-    if mode_of(job).host:
-        yield from required(
-            job, ("compile.name", "off", f"ac={job.ac.name} copies what blocks save, one block at a time")
-        )
+def inputs_in_the_hosts_memory_are_those_of_a_block(job: Job) -> Iterator[Fault]:
+    """The code of a whole model saves the inputs of blocks by itself, before they could be copied to the host."""
+    if mode_of(job).host and job.compile.name == "model":
+        yield fault_at(job, "compile.name", f"ac={job.ac.name} copies what blocks save, one block at a time", "block")
 
 
 def a_whole_model_is_one_graph(job: Job) -> Iterator[Fault]:
@@ -94,7 +92,7 @@ def a_compiled_ring_has_two_ranks(job: Job) -> Iterator[Fault]:
 
 
 def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
-    """torch 2.13 cannot compile recomputed blocks with tensor parallelism: it puts the mesh among the saved tensors of
+    """torch 2.13 cannot compile the recomputation of blocks with tensor parallelism: it puts the mesh among the saved tensors of
     the recomputation, and asserts that all of them are tensors. torch 2.11 can compile them. With comm=fake nothing is
     compiled, so these layouts, which the TorchTitan paper has, are accepted.
     """
@@ -103,6 +101,7 @@ def compiled_tensor_parallel_blocks_save_tensors(job: Job) -> Iterator[Fault]:
         job.parallelism.tp > 1
         and compiled
         and recomputed_share(job)
+        and not mode_of(job).host
         and not versions().get("torch", "").startswith("2.11.")
     ):
         yield fault_at(
@@ -123,7 +122,7 @@ def saved_operators_are_names(job: Job) -> Iterator[Fault]:
 RECIPE = [
     async_tensor_parallel_is_the_compilers,
     memory_budget_is_the_compilers,
-    inputs_in_the_hosts_memory_are_not_compiled,
+    inputs_in_the_hosts_memory_are_those_of_a_block,
     a_whole_model_is_one_graph,
     a_compiled_ring_has_two_ranks,
     compiled_tensor_parallel_blocks_save_tensors,
