@@ -61,7 +61,7 @@ MUTANTS = [
     Mutant("the chunked loss counts masked targets", "linear_cross_entropy", HEAD, "(sums.log() + largest - right) * counts",
            "(sums.log() + largest - right)", "A target that does not count adds the normalizer to the loss.", (CHUNKED,),
            ("tests/core/parallel/test_loss.py::test_value_and_gradients_are_those_of_the_plain_loss",)),
-    Mutant("labels are the tokens", "any", LANGUAGE, "tokens[:, :-1], tokens[:, 1:].copy()", "tokens[:, :-1], tokens[:, :-1].copy()",
+    Mutant("labels are the tokens", "any", LANGUAGE, "[:, :-1], tokens[:, 1:].copy()", "[:, :-1], tokens[:, :-1].copy()",
            "Each token is its own label.", (EXACT,), ("tests/core/data/test_items.py::test_tokens_are_what_the_stream_of_the_same_text_packs",
                                                  "tests/core/data/test_loader.py", "tests/core/train/test_against_transformers.py")),
     Mutant("a document's first token is a label", "documents", LANGUAGE, "    labels[begins[:, 1:]] = IGNORED\n", "",

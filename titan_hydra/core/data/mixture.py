@@ -67,11 +67,11 @@ def pattern(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the source of each of PERIOD samples and, for each sample, how many earlier samples each source has. A
     sample comes from the source that is furthest behind its share.
     """
-    due, had = np.array(counts), np.zeros(len(counts), dtype=np.int64)
+    counts_of_sources, taken = np.array(counts), np.zeros(len(counts), dtype=np.int64)
     turns, before = np.empty(PERIOD, dtype=np.int64), np.empty((PERIOD + 1, len(counts)), dtype=np.int64)
     for turn in range(PERIOD):
-        before[turn] = had
-        turns[turn] = np.argmax(due * (turn + 1) - had * PERIOD)
-        had[turns[turn]] += 1
-    before[PERIOD] = had
+        before[turn] = taken
+        turns[turn] = np.argmax(counts_of_sources * (turn + 1) - taken * PERIOD)
+        taken[turns[turn]] += 1
+    before[PERIOD] = taken
     return turns, before

@@ -256,22 +256,22 @@ def forward_only(schedule: PipelineSchedule, stages: list[Stage]) -> Iterator[No
     if not isinstance(schedule, PipelineScheduleRuntime):
         yield
         return
-    whole = schedule.pipeline_order_with_comms
+    all_actions = schedule.pipeline_order_with_comms
     indices = sorted({stage.stage_index for stage in stages})
     gather, free = (
         [TorchAction(stage, kind) for stage in indices] for kind in (ComputationType.UNSHARD, ComputationType.RESHARD)
     )
     forward = [
         part
-        for action in whole[schedule.rank]
+        for action in all_actions[schedule.rank]
         for part in action.sub_actions or (action,)
         if part.computation_type in FORWARD
     ]
-    schedule.pipeline_order_with_comms = whole | {schedule.rank: [*gather, *forward, *free]}
+    schedule.pipeline_order_with_comms = all_actions | {schedule.rank: [*gather, *forward, *free]}
     try:
         yield
     finally:
-        schedule.pipeline_order_with_comms = whole
+        schedule.pipeline_order_with_comms = all_actions
 
 
 def hidden_state(job: Job) -> Tensor:

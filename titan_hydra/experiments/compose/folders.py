@@ -35,8 +35,12 @@ def set_option_folders(folders: Sequence[Path]) -> None:
 
 def project_in(folder: Path) -> list[Path]:
     """Return the conf/ of a project that `titan init` has made in this folder; none if it has none of its own."""
-    own = folder / "conf"
-    return [own] if own.is_dir() and (folder / "launch.py").is_file() and not _has_every_option(own) else []
+    conf_folder = folder / "conf"
+    return (
+        [conf_folder]
+        if conf_folder.is_dir() and (folder / "launch.py").is_file() and not _has_every_option(conf_folder)
+        else []
+    )
 
 
 def option_file(group: str, name: str) -> Path:
@@ -51,7 +55,10 @@ def line_that_sees(folder: Path) -> tuple[str, str]:
     program, and --config-dir where it is needed.
     """
     program = "python launch.py" if Path("launch.py").is_file() else "titan run"
-    is_found = folder.resolve().parent in [CONF.resolve(), *(own.resolve() for own in project_in(Path.cwd()))]
+    is_found = folder.resolve().parent in [
+        CONF.resolve(),
+        *(project_folder.resolve() for project_folder in project_in(Path.cwd())),
+    ]
     return program, "" if is_found else f"--config-dir {shlex.quote(str(folder.parent))} "
 
 
@@ -59,8 +66,8 @@ def of_script(script: Path) -> list[Path]:
     """Return the conf/ beside a launch.py, as `project_in` does. Raises ConfigError for the launch.py of another checkout
     than the one from which Python has imported this package.
     """
-    own = script.resolve().parent / "conf"
-    if own.is_dir() and _has_every_option(own) and not own.samefile(CONF):
+    conf_folder = script.resolve().parent / "conf"
+    if conf_folder.is_dir() and _has_every_option(conf_folder) and not conf_folder.samefile(CONF):
         raise ConfigError(
             f"{script.resolve()}: runs with the package of {CONF.parent}, whose options are others; run the launch.py there, "
             "or let Python import this one's package (pip install -e ., and no python -I)"
@@ -68,12 +75,12 @@ def of_script(script: Path) -> list[Path]:
     return project_in(script.resolve().parent)
 
 
-def _has_every_option(own: Path) -> bool:
+def _has_every_option(folder: Path) -> bool:
     """Whether a conf/ is the one of a checkout of this package."""
-    return (own / "config.yaml").is_file()
+    return (folder / "config.yaml").is_file()
 
 
-def usable_folders(named: Sequence[str | Path], own: Sequence[Path] = ()) -> list[Path]:
+def usable_folders(named: Sequence[str | Path], of_project: Sequence[Path] = ()) -> list[Path]:
     """Return absolute paths of the folders that --config-dir names and of the project's, each once. Raises ConfigError
     if a folder does not exist, or is one group instead of a folder of groups.
     """
@@ -88,7 +95,7 @@ def usable_folders(named: Sequence[str | Path], own: Sequence[Path] = ()) -> lis
             raise ConfigError(
                 f"--config-dir {folder}: holds the options of one group; name the folder above it, {folder.absolute().parent}"
             )
-    folders = [path.absolute() for path in (*typed, *own)]
+    folders = [path.absolute() for path in (*typed, *of_project)]
     return [
         folder for number, folder in enumerate(folders) if folder.resolve() not in map(Path.resolve, folders[:number])
     ]

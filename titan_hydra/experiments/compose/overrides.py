@@ -50,12 +50,12 @@ def mistakes(overrides: Sequence[str], folders: Sequence[Path] = (CONF,)) -> lis
     Options are looked up in `folders`; syntax that only Hydra understands is not checked.
     """
     # a user's options or modules may register a part with its own keys
-    own = len(folders) > 1 or any("train.imports" in text for text in overrides)
+    may_add_keys = len(folders) > 1 or any("train.imports" in text for text in overrides)
     files = [line for folder in folders[1:] for line in unusable_options(folder)]
     return files + [
         line
         for words in _put_together(overrides)
-        if (line := _split_at_blanks(words) if len(words) > 1 else _mistake(words[0], folders, own))
+        if (line := _split_at_blanks(words) if len(words) > 1 else _mistake(words[0], folders, may_add_keys))
     ]
 
 
@@ -85,8 +85,8 @@ def _split_at_blanks(parts: list[str]) -> str:
     return f"{shown(' '.join(parts))}: the shell splits it at its blanks; type it without them, as {shown(quoted([''.join(parts)]))}"
 
 
-def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
-    """Return the line that says what is wrong with an override; None if nothing is. `own` says whether the user's
+def _mistake(text: str, folders: Sequence[Path], may_add_keys: bool) -> str | None:
+    """Return the line that says what is wrong with an override; None if nothing is. `may_add_keys` says whether the user's
     modules may add keys that are not known yet.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -112,7 +112,7 @@ def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
         values = [getattr(value, "text", value) for value in islice(override.sweep_iterator(), 1000)]
     else:
         values = []
-    if override.package is not None or (own and kind_of(key) is None and holder_of(key)[0] in PICKED):
+    if override.package is not None or (may_add_keys and kind_of(key) is None and holder_of(key)[0] in PICKED):
         return None  # `read` checks the keys of the selected part later
     if any((folder / key).is_dir() for folder in folders):
         if override.is_delete():
@@ -124,7 +124,7 @@ def _mistake(text: str, folders: Sequence[Path], own: bool) -> str | None:
         return wrong or "\n".join(dict.fromkeys(lines)) or None
     if override.is_delete() and kind_of(key) is not None:
         return f"~{key}: every key is needed; give it another value with {key}=VALUE" if key in known_keys() else None
-    return next(filter(None, (_wrong_value(key, value, override, folders, own) for value in values)), None)
+    return next(filter(None, (_wrong_value(key, value, override, folders, may_add_keys) for value in values)), None)
 
 
 def _without_effect(text: str, key: str, value: Any) -> str | None:
@@ -183,7 +183,7 @@ def _wrong_option(group: str, value: Any, add: bool, folders: Sequence[Path]) ->
     return f"{group}={shown(typed)}: no such option{hint} (options of {group}: {', '.join(names)})"
 
 
-def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path], own: bool) -> str | None:
+def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path], may_add_keys: bool) -> str | None:
     """Return what is wrong with a key or with the value given to it; None if nothing is."""
     kind, add = kind_of(key), override.is_add() or override.is_force_add()
     if kind is None:
@@ -197,7 +197,11 @@ def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path], o
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return next(
             filter(
-                None, (_wrong_value(f"{key}.{name}", inner, override, folders, own) for name, inner in value.items())
+                None,
+                (
+                    _wrong_value(f"{key}.{name}", inner, override, folders, may_add_keys)
+                    for name, inner in value.items()
+                ),
             ),
             None,
         )
@@ -210,7 +214,7 @@ def _wrong_value(key: str, value: Any, override: Any, folders: Sequence[Path], o
         if last == "name" and group
         else []
     )
-    if names and not own and isinstance(value, str) and value not in names:
+    if names and not may_add_keys and isinstance(value, str) and value not in names:
         return f"{key}={shown(value)}: is the name of the chosen option; choose one with {group}=OPTION ({', '.join(names)})"
     if "${" in str(value) or value == "???" or (key, value) == ("steps", EPOCH):
         return None  # `read` has the value

@@ -55,18 +55,18 @@ def expand_sweep(config: Any, overrides: list[str], faults: list[str]) -> list[C
                 str(Fault(key, value, f"{_where(file)} has no such cell", legal=suggest(value, cells) or tuple(cells)))
             )
     composed, compose, folders = [], *_composition()
-    for name, own in cells.items():
+    for name, of_cell in cells.items():
         if only not in (None, name):
             continue
         try:
-            if not (lines := mistakes(own, folders)):
-                composed.append(_compose_cell(compose, name, file, list(own), typed))
+            if not (lines := mistakes(of_cell, folders)):
+                composed.append(_compose_cell(compose, name, file, list(of_cell), typed))
         except Exception as error:
             if not (line := explain(error)):
                 raise
             lines = [line]
-        faults += [f"{line}   ({_where(file)}, cell {name}: {redact(' '.join(own))})" for line in lines]
-    _tell_of_overridden({name: own for name, own in cells.items() if only in (None, name)}, typed, _where(file))
+        faults += [f"{line}   ({_where(file)}, cell {name}: {redact(' '.join(of_cell))})" for line in lines]
+    _tell_of_overridden({name: of_cell for name, of_cell in cells.items() if only in (None, name)}, typed, _where(file))
     return composed
 
 
@@ -83,8 +83,8 @@ def sweep_cells(compose: Callable[[list[str]], Any], overrides: list[str]) -> li
             raise ConfigError("\n".join(wrong))
         only = config.sweep.cell
         cells = [
-            _compose_cell(compose, name, own_file, list(own), typed)
-            for name, own in config.sweep.cells.items()
+            _compose_cell(compose, name, own_file, list(of_cell), typed)
+            for name, of_cell in config.sweep.cells.items()
             if only in (None, name)
         ]
         composed += cells or [(config, [*own_file, *typed])]
@@ -99,8 +99,8 @@ def _typed(config: Any, file: list[str]) -> list[str]:
 
     values: Any = OmegaConf.to_container(config.sweep, resolve=True)
     cells = values.get("cells")
-    for own in cells.values() if isinstance(cells, dict) else ():
-        if not isinstance(own, list) or not all(isinstance(override, str) for override in own):
+    for of_cell in cells.values() if isinstance(cells, dict) else ():
+        if not isinstance(of_cell, list) or not all(isinstance(override, str) for override in of_cell):
             reason = "a cell has a name and a list of overrides; quote an override that holds a comma"
             return [f"{_where(file)}: sweep.cells: {reason}"]
     if not (faults := list(give_types(Sweep, values, "sweep."))):
@@ -157,17 +157,17 @@ def _composition() -> tuple[Callable[[list[str]], Any], list[Path]]:
 
 
 def _compose_cell(
-    compose: Callable[[list[str]], Any], name: str, file: list[str], own: list[str], typed: list[str]
+    compose: Callable[[list[str]], Any], name: str, file: list[str], of_cell: list[str], typed: list[str]
 ) -> Composed:
     """Compose a cell from the overrides of the sweep file, of the cell itself and of the command line, the later ones
     count. Return it with the overrides that compose it again.
     """
-    config = compose([*file, *own, *typed])
+    config = compose([*file, *of_cell, *typed])
     if wrong := _typed(config, file):
         raise ConfigError("\n".join(wrong))
     config.sweep.cells = {}
     config.sweep.cell = name
-    return config, [*file, f"sweep.cell={as_value(name)}", *own, *typed]
+    return config, [*file, f"sweep.cell={as_value(name)}", *of_cell, *typed]
 
 
 def _tell_of_overridden(cells: dict[str, Any], typed: list[str], where: str) -> None:
@@ -175,7 +175,11 @@ def _tell_of_overridden(cells: dict[str, Any], typed: list[str], where: str) -> 
     less than their names suggest.
     """
     for override in typed:
-        names = [name for name, own in cells.items() if override not in own and key_of(override) in map(key_of, own)]
+        names = [
+            name
+            for name, of_cell in cells.items()
+            if override not in of_cell and key_of(override) in map(key_of, of_cell)
+        ]
         if names:
             quoted = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             warn_once(f"warning: {override} takes the place of what {where} gives the cells {quoted}")

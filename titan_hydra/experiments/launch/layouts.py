@@ -50,8 +50,8 @@ def relaid(job: Job, values: Sequence[str]) -> Job:
 
 def with_one_layout(job: Job) -> Job:
     """Return a job without `elastic`, and without the keys of its cluster that apply only to elastic jobs."""
-    own = {name: None for name in ("nodes_min", "grow_minutes") if hasattr(job.cluster, name)}
-    return dataclasses.replace(job, elastic=[], cluster=dataclasses.replace(job.cluster, **own))
+    of_executor = {name: None for name in ("nodes_min", "grow_minutes") if hasattr(job.cluster, name)}
+    return dataclasses.replace(job, elastic=[], cluster=dataclasses.replace(job.cluster, **of_executor))
 
 
 def in_words(job: Job) -> str:

@@ -26,14 +26,14 @@ def under_a_ring(jobs: list[Job]) -> list[Fault]:
     for job in rings:
         of_modules.setdefault(_modules(job), {})[_model(job)] = job
     kernels_by_model = {
-        (modules, model): own
+        (modules, model): kernels
         for modules, models in of_modules.items()
-        for model, own in zip(models, _own_kernels(list(models.values())), strict=False)
+        for model, kernels in zip(models, _own_kernels(list(models.values())), strict=False)
     }
     faults = []
     for job in rings:
-        if own := kernels_by_model.get((_modules(job), _model(job))):
-            reason = f"a ring replaces the attention kernel of {job.model.family}, {' and '.join(own)}, by torch's"
+        if kernels := kernels_by_model.get((_modules(job), _model(job))):
+            reason = f"a ring replaces the attention kernel of {job.model.family}, {' and '.join(kernels)}, by torch's"
             faults.append(fault_at(job, "parallelism.cp_rotate", reason, "ulysses"))
     return faults
 

@@ -44,13 +44,13 @@ class ExpertShape:
             within = (1 - groups / parts / chosen) ** choices
             missed = 1 - chosen / groups * (1 - within)
         else:  # a part has several groups, `found` of which are chosen
-            own = groups // parts
+            groups_of_part = groups // parts
             missed = sum(
-                comb(own, reached_here)
-                * comb(groups - own, chosen - reached_here)
+                comb(groups_of_part, groups_chosen)
+                * comb(groups - groups_of_part, chosen - groups_chosen)
                 / comb(groups, chosen)
-                * (1 - reached_here / chosen) ** choices
-                for reached_here in range(min(own, chosen) + 1)
+                * (1 - groups_chosen / chosen) ** choices
+                for groups_chosen in range(min(groups_of_part, chosen) + 1)
             )
         return parts * (1 - missed)
 

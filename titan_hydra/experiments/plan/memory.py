@@ -224,12 +224,12 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
     gradients are reduced. A pipeline (ZeRO-2) holds all gathered weights of the rank and, if `summed`, the sum of the
     gradients of earlier microbatches.
     """
-    job, own = shape.job, shape.used * shape.whole * shape.learned
+    job, of_last_block = shape.job, shape.used * shape.whole * shape.learned
     if not shape.wrapped:
         return []
     if job.parallelism.pp > 1:
         earlier = shape.reduced * parameters * shape.learned if shape.microbatches > 1 and summed else 0
-        gradients = earlier if reduced is None else earlier + own
+        gradients = earlier if reduced is None else earlier + of_last_block
         return [Term("gathered weights", shape.gathered * parameters), Term("unsharded gradients", gradients)]
     stays_gathered = job.parallelism.reshard_after_forward == "never" or job.parallelism.backend == "simple_fsdp"
     # a tied embedding belongs to the root module, which stays gathered
@@ -242,7 +242,7 @@ def _unsharded(shape: Shape, parameters: float, reduced: float | None, summed: b
     weights = shape.gathered * parameters if stays_gathered else blocks * shape.gathered * shape.whole + tied
     return [
         Term("gathered weights", weights),
-        Term("unsharded gradients", shape.reduced * reduced * shape.learned + own),
+        Term("unsharded gradients", shape.reduced * reduced * shape.learned + of_last_block),
     ]
 
 

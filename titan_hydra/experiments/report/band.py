@@ -57,18 +57,18 @@ def band(baseline: ReportCell, cell: ReportCell) -> Band | None:
     steps = sorted(baseline.losses.keys() & cell.losses.keys())
     if not steps:
         return None
-    reference, own = [baseline.losses[step] for step in steps], [cell.losses[step] for step in steps]
+    reference, losses = [baseline.losses[step] for step in steps], [cell.losses[step] for step in steps]
     for step, off, allowed in zip(
-        steps, off_by(reference, own), tolerances(reference, coarser(baseline, cell)), strict=True
+        steps, off_by(reference, losses), tolerances(reference, coarser(baseline, cell)), strict=True
     ):
         if not abs(off) <= allowed:  # `not <=` instead of `>`, so that NaN counts as outside
             return Band(step, off, allowed, len(steps))
     return Band(compared=len(steps))
 
 
-def off_by(reference: list[float], own: list[float]) -> list[float]:
+def off_by(reference: list[float], losses: list[float]) -> list[float]:
     """Return for each row the relative difference of the losses, as a mean over WINDOW rows that end with this row."""
-    relative = [(b - a) / (a or 1.0) for a, b in zip(reference, own, strict=True)]
+    relative = [(b - a) / (a or 1.0) for a, b in zip(reference, losses, strict=True)]
     return [mean(relative[max(0, row - WINDOW + 1) : row + 1]) for row in range(len(relative))]
 
 

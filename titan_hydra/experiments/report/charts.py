@@ -217,7 +217,7 @@ def looks(report: Report) -> list[Look]:
 def _looks_by_key(overrides: list[list[str]]) -> list[Look] | None:
     """Return how the lines of cells with these overrides are drawn if their keys determine it, else None."""
     # an override stands for its value; a cell without an override of a key has the value None
-    cells = [{key_of(override): override for override in own} for own in differing(overrides)]
+    cells = [{key_of(override): override for override in of_cell} for of_cell in differing(overrides)]
     values = {key: list(dict.fromkeys(cell.get(key) for cell in cells)) for cell in cells for key in cell}
     # a key with another value in each cell groups no cells
     keys = [key for key in values if len(values[key]) < len(cells)]

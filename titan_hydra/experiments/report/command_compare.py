@@ -348,11 +348,11 @@ def traces(run: Path) -> dict[int, dict[TraceKey, dict[str, Any]]]:
     by_step: dict[int, dict[TraceKey, dict[str, Any]]] = {}
     for attempt in layout.ATTEMPT.all(run).values():
         for rank in layout.ACTIVATIONS.all(attempt):
-            own: dict[int, dict[TraceKey, Any]] = {}
+            rows_of_file: dict[int, dict[TraceKey, Any]] = {}
             for row in layout.ACTIVATIONS.rows(attempt, rank)[0]:
                 key = TraceKey(rank, row["pass"], row["what"], row["module"], row["call"])
-                own.setdefault(row["step"], {})[key] = row
-            for step, rows in own.items():
+                rows_of_file.setdefault(row["step"], {})[key] = row
+            for step, rows in rows_of_file.items():
                 by_step.setdefault(step, {}).update(rows)
     return by_step
 

@@ -74,12 +74,12 @@ def value_of(cell: ReportCell, key: str) -> object:
         return ((key, "{}"),)
     if key in cell.config:
         return as_typed(value) if isinstance(value, list | dict) else value
-    own = (
+    below_key = (
         (name, repr(value))
         for name, value in cell.config.items()
         if name.startswith(f"{key}.") and _name_of(name) == key
     )
-    return tuple(own) or UNKNOWN
+    return tuple(below_key) or UNKNOWN
 
 
 def differences(cells: list[ReportCell], labels: list[str], swept: set[str]) -> list[Difference]:
@@ -137,7 +137,9 @@ def even(cells: list[ReportCell], swept: set[str]) -> bool:
 
 def swept_keys(overrides: list[list[str]]) -> set[str]:
     """Return the keys and config groups whose overrides differ between the cells."""
-    return {key_of(override).partition("@")[0].replace("/", ".") for own in differing(overrides) for override in own}
+    return {
+        key_of(override).partition("@")[0].replace("/", ".") for of_cell in differing(overrides) for override in of_cell
+    }
 
 
 def varied(cells: list[ReportCell]) -> dict[str, list[Any]]:
@@ -145,7 +147,7 @@ def varied(cells: list[ReportCell]) -> dict[str, list[Any]]:
     its configuration; of a group, the option that was typed, or None if it was not typed.
     """
     changes = differing([list(filter(tells, cell.overrides)) for cell in cells])
-    named = dict.fromkeys(key_of(change) for own in changes for change in own)
+    named = dict.fromkeys(key_of(change) for of_cell in changes for change in of_cell)
     return {key.partition("@")[0].replace("/", "."): [value_typed(cell, key) for cell in cells] for key in named}
 
 
@@ -207,9 +209,9 @@ def shown_value(key: str, value: object, values: Iterable[Any]) -> str:
     """
     if not (isinstance(value, tuple) and key not in PLACE and value and isinstance(value[0], tuple)):
         return as_typed(value)
-    own, others = dict(value), [dict(other) for other in values]
+    leaves, others = dict(value), [dict(other) for other in values]
     name = f"{key}.name"
-    alike = [other for other in others if other.get(name) == own.get(name)]
-    changing = [leaf for leaf in own if len({other.get(leaf) for other in alike}) > 1]
-    names = [own[name].strip("'")] if name in own and len(alike) < len(others) else []
-    return ", ".join(names + [f"{leaf}={own[leaf]}" for leaf in changing[:3]])
+    alike = [other for other in others if other.get(name) == leaves.get(name)]
+    changing = [leaf for leaf in leaves if len({other.get(leaf) for other in alike}) > 1]
+    names = [leaves[name].strip("'")] if name in leaves and len(alike) < len(others) else []
+    return ", ".join(names + [f"{leaf}={leaves[leaf]}" for leaf in changing[:3]])

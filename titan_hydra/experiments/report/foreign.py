@@ -136,7 +136,7 @@ def _cells_of(file: Path) -> list[ForeignCell]:
         raise ConfigError(f"{file}: is a run of this program; --with takes those of others")
     beside = Path(f"{file}.yaml")
     stated = read_keys(Statement, beside) if beside.exists() else Statement()
-    columns = {own: name for own in ("step", "loss", "rate") if (name := getattr(stated, f"{own}_column"))}
+    columns = {column: name for column in ("step", "loss", "rate") if (name := getattr(stated, f"{column}_column"))}
     logs = read_foreign(file, columns)
     stem = file.name if file.is_dir() or ".tfevents." in file.name else file.name.partition(".")[0] or file.name
     return [
@@ -177,8 +177,8 @@ def _complete(cell: ForeignCell, columns: dict[str, MetricColumn]) -> None:
     steps = sorted({step for column in columns.values() for step in column})
     columns["step"] = MetricColumn(array("q", steps), array("d", steps))
     if cell.program == "Megatron-LM" and "loss" in columns:
-        own = list(columns["loss"])
-        if min((after - before for before, after in pairwise(own)), default=own[0]) > 1:
+        steps_with_loss = list(columns["loss"])
+        if min((after - before for before, after in pairwise(steps_with_loss)), default=steps_with_loss[0]) > 1:
             columns["loss_mean"] = columns.pop("loss")
     gpus, length, batch = cell.gpus, cell.fact("seq_len"), cell.stated.global_batch
     if cell.stated.rate_of == "job" and (rates := columns.pop("tokens_per_second", None)) and gpus:
@@ -253,7 +253,7 @@ def why_no_speed(cell: ForeignCell, baseline: ReportCell) -> str | None:
 
 def _different(cell: ForeignCell, baseline: ReportCell, names: Sequence[str]) -> str | None:
     """Return the first of these facts in which a run of another program differs from the baseline; None if in none."""
-    own = {name: cell.fact(name) if name != "data" else cell.stated.data for name in names}
+    facts = {name: cell.fact(name) if name != "data" else cell.stated.data for name in names}
     theirs = {
         "data": baseline.config.get("data.path") or baseline.config.get("data.name"),
         "global_batch": baseline.config.get("data.global_batch"),
@@ -263,9 +263,9 @@ def _different(cell: ForeignCell, baseline: ReportCell, names: Sequence[str]) ->
         "device": baseline.device,
     }
     for name in names:
-        if own[name] is None or own[name] == theirs[name]:
+        if facts[name] is None or facts[name] == theirs[name]:
             continue
-        if name == "data" and theirs[name] and Path(str(own[name])).absolute() == Path(str(theirs[name])).absolute():
+        if name == "data" and theirs[name] and Path(str(facts[name])).absolute() == Path(str(theirs[name])).absolute():
             continue
-        return f"{name} is {as_typed(own[name])}, and the baseline's {'not known' if theirs[name] is None else as_typed(theirs[name])}"
+        return f"{name} is {as_typed(facts[name])}, and the baseline's {'not known' if theirs[name] is None else as_typed(theirs[name])}"
     return None

@@ -223,7 +223,7 @@ def _megatron_line(line: str, log: ForeignLog) -> bool:
     if not parts:
         return False
     log.program = "Megatron-LM"
-    values = {own: parts[name] for name in parts if (own := OURS.get(name)) and own != "step"}
+    values = {column: parts[name] for name in parts if (column := OURS.get(name)) and column != "step"}
     for name, unit in (("elapsed time per iteration (ms)", 1e-3), ("elapsed time per iteration (s)", 1.0)):
         if (elapsed := parts.get(name)) is not None:
             values["step_seconds"] = elapsed * unit

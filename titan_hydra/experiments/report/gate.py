@@ -172,19 +172,17 @@ def _speed(label: str, cell: ReportCell, baseline: ReportCell, tolerance: float,
     """Compare the mean step times of two runs. The limit is above the baseline's mean by the spread of its step times or
     by the tolerance, whichever is more.
     """
-    own, reference = step_times(cell), step_times(baseline)
+    times, reference = step_times(cell), step_times(baseline)
     reason = not_alike(cell, baseline, allowed)
     if not baseline.done:
         reason = f"the baseline is {baseline.word}"
-    elif min(len(own), len(reference)) < ROWS:
-        who = "the run" if len(own) < ROWS else "the baseline"
-        reason = (
-            f"{who} has {counted(min(len(own), len(reference)), 'row')} of steady step times, and a spread needs {ROWS}"
-        )
+    elif min(len(times), len(reference)) < ROWS:
+        who = "the run" if len(times) < ROWS else "the baseline"
+        reason = f"{who} has {counted(min(len(times), len(reference)), 'row')} of steady step times, and a spread needs {ROWS}"
     if reason:
         return GateCheck("step_seconds", label, False, reason=f"cannot be judged: {reason}")
     usual, spread = mean(reference), stdev(reference)
-    limit, value = usual + max(spread, tolerance * usual), mean(own)
+    limit, value = usual + max(spread, tolerance * usual), mean(times)
     basis = f"the baseline's {len(reference)} rows have a mean of {usual:.4g} s and a spread of {spread:.2g} s"
     if cell.busy or baseline.busy:
         basis += "; other programs used the machine"
@@ -204,14 +202,14 @@ def not_alike(cell: ReportCell, baseline: ReportCell, allowed: Set[str]) -> str 
     for name in dict.fromkeys((*compare.WORK, *data, "gpus", "device")):
         if compare.is_allowed(name, allowed):
             continue
-        own, other = (compare.value_of(value, name) for value in (cell, baseline))
-        if own is not compare.UNKNOWN and own == other:
+        of_run, of_baseline = (compare.value_of(value, name) for value in (cell, baseline))
+        if of_run is not compare.UNKNOWN and of_run == of_baseline:
             continue
-        if compare.UNKNOWN in (own, other) and own is other and name not in ("gpus", "device"):
+        if compare.UNKNOWN in (of_run, of_baseline) and of_run is of_baseline and name not in ("gpus", "device"):
             continue  # a key that neither run has
         values: list[Any] = [
-            "not known" if value is compare.UNKNOWN else compare.shown_value(name, value, (own, other))
-            for value in (own, other)
+            "not known" if value is compare.UNKNOWN else compare.shown_value(name, value, (of_run, of_baseline))
+            for value in (of_run, of_baseline)
         ]
         return f"{name} differs: {values[0]}; in the baseline {values[1]}; --allow {name} compares them"
     read = {key for value in (cell, baseline) for key in value.files if key.startswith("data.")}

@@ -314,15 +314,15 @@ def build(
     differing = compare.differences([cell for cell, _ in known], [label for _, label in known], swept)
     allowed = {*allowed, *([over] if over else [])}
     compare.refuse(differing, allowed)
-    own, waiting = selection.baseline, ""
+    of_sweep, waiting = selection.baseline, ""
     if over:
         cells, waiting, missing = begun_cells(cells)
         if baseline in missing:
             raise ConfigError(f"--baseline {baseline}: has not started")
-        own = None if own in missing else own
+        of_sweep = None if of_sweep in missing else of_sweep
         cells, differing = averaged(cells, over), [difference for difference in differing if difference.key != over]
     shown = labels(cells, sweep)
-    chosen = choose_baseline(cells, shown, baseline or own)
+    chosen = choose_baseline(cells, shown, baseline or of_sweep)
     drift = max((abs(cell.rate / chosen.rate - 1) for cell in repeats if cell.rate and chosen.rate), default=0.0)
     rows = [against(cell, label, chosen, allowed, drift) for cell, label in zip(cells, shown, strict=True)]
     return Report(selection.name, rows, repeats, differing, allowed, selection, over, waiting)

@@ -263,10 +263,10 @@ def _proofs(runs: list[Path], home: Path) -> list[Path]:
     return [folder for folder in folders if folder.name.partition("-")[0] in layouts]
 
 
-def _shared_names(scratch: Path, own: list[str]) -> list[str]:
-    """Return the names of the pieces in a folder, except the runs and sweeps `own`."""
+def _shared_names(scratch: Path, left_out: list[str]) -> list[str]:
+    """Return the names of the pieces in a folder, except the runs and sweeps `left_out`."""
     names = [path.relative_to(scratch).as_posix() for path in sorted(scratch.glob("_*/*"))]
-    return [name for name in names if name not in own]
+    return [name for name in names if name not in left_out]
 
 
 def _steps_left_out(run: Path, which: str) -> list[Path]:
@@ -296,11 +296,11 @@ def _refuse_other(file: Path, pieces: list[Member], left_out: set[Path]) -> None
 
 def _refuse_there(pieces: list[Member], going: Going, home: Path) -> None:
     """Raise ConfigError if a run or a sweep is in a folder of runs already, unless it has the same bytes there."""
-    own = {path.name for path in (*going.runs, *going.sweeps)}
+    asked = {path.name for path in (*going.runs, *going.sweeps)}
     for piece in pieces:
         there = home / piece.name
         if (
-            piece.source.name in own
+            piece.source.name in asked
             and os.path.lexists(there)
             and packing.sums_of(Member(there, piece.name)) != packing.sums_of(piece)
         ):
@@ -369,11 +369,11 @@ def _move(pieces: list[Member], going: Going, home: Path) -> None:
     """Move runs and sweeps, and copy the other pieces. Between two file systems, a copy is compared with the original before
     that is deleted.
     """
-    own = {*going.runs, *going.sweeps}
+    asked = {*going.runs, *going.sweeps}
     for piece in pieces:
         target = home / piece.name
         target.parent.mkdir(parents=True, exist_ok=True)
-        if piece.source in own and not os.path.lexists(target):
+        if piece.source in asked and not os.path.lexists(target):
             try:
                 _ = _taken_away(piece.source, target) if piece.source in going.runs else piece.source.rename(target)
                 continue
@@ -385,7 +385,7 @@ def _move(pieces: list[Member], going: Going, home: Path) -> None:
                 _put([Member(packing.copy_piece(piece, Path(scratch)), piece.name)], home)
         if piece.source in going.runs:
             rundir.delete_aside(_taken_away(piece.source), piece.source.name)
-        elif piece.source in own:
+        elif piece.source in asked:
             rundir.delete_aside(rundir.lay_aside(piece.source), piece.source.name)
     _delete_notes(home, [run.name for run in find.all_runs(home)])
 

@@ -30,14 +30,14 @@ def hint(failure: Failure) -> str:
     try:
         import_modules(directory)
         job = from_dict(Job, layout.CONFIG.read(directory))
-        own = executor_named(job.cluster.executor).hint(job, failure)
+        of_executor = executor_named(job.cluster.executor).hint(job, failure)
     except (KeyError, TypeError, AttributeError, OSError, ConfigError):
         return ""
     saved = any(checkpoints.complete(layout.CHECKPOINTS.of(directory)))
     again = f"launch.retry=failed {'goes on from the newest checkpoint' if saved else 'starts it from step 1'}"
     match failure.kind:
         case Kind.OUT_OF_MEMORY if failure.rank is None:
-            return f"more memory of the host{f' for the job, as {own},' if own else ''} or a smaller data.prefetch"
+            return f"more memory of the host{f' for the job, as {of_executor},' if of_executor else ''} or a smaller data.prefetch"
         case Kind.OUT_OF_MEMORY:
             return next(
                 less_memory(job),
@@ -51,9 +51,9 @@ def hint(failure: Failure) -> str:
             return f"{again}; or cluster.time_minutes={2 * job.cluster.time_minutes}"
         case Kind.DISK:
             return f"room on the file system of {quoted([str(directory)])} (df -h, quota -s); then {again}"
-        case Kind.PREEMPTED if own:
-            return f"{again}; or {own}"
-    return own
+        case Kind.PREEMPTED if of_executor:
+            return f"{again}; or {of_executor}"
+    return of_executor
 
 
 def less_memory(job: Job) -> Iterator[str]:

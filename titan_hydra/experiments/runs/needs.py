@@ -86,13 +86,13 @@ def needed(going: Going, together: bool) -> list[Need]:
     needs_found: dict[tuple[Path, str], Need] = {}
     for home in going.homes:
         for other in find.all_runs(home):
-            own = os.path.realpath(other)
-            if own in real and not together:
+            real_path = os.path.realpath(other)
+            if real_path in real and not together:
                 continue
             try:
                 for key, path in paths_named(other):
                     inside = [run for run_path, run in real.items() if (path + "/").startswith(run_path + "/")]
-                    if inside and not (own in real and (key == inputs.LOAD_PATH or inside[0] == real[own])):
+                    if inside and not (real_path in real and (key == inputs.LOAD_PATH or inside[0] == real[real_path])):
                         needs_found.setdefault((inside[0], other.name), Need(inside[0], other.name, key))
             except PermissionError as error:
                 print(f"{denied(error)}; what {other.name} needs is not known", file=sys.stderr)

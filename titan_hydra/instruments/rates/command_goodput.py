@@ -188,7 +188,7 @@ def by_gpus(at: Site, rows: list[Way]) -> Iterator[dict[str, Any]]:
 
 def as_values(at: Site, rows: list[Way], source: str) -> dict[str, Any]:
     """Return the content of the table as JSON values."""
-    own = at.costs(rows[0])
+    costs = at.costs(rows[0])
     return {
         "gpus": at.gpus,
         "failures_per_gpu_day": at.rate,
@@ -198,8 +198,8 @@ def as_values(at: Site, rows: list[Way], source: str) -> dict[str, Any]:
         "checkpoint_bytes": at.bytes,
         "save_seconds": at.save(),
         "copy_seconds": at.copy("async_pinned"),
-        "daly_seconds": daly_interval(own),
-        "young_seconds": young_interval(own),
+        "daly_seconds": daly_interval(costs),
+        "young_seconds": young_interval(costs),
         "rows": [{"name": way.name, "interval_steps": at.steps(way)} | asdict(at.shares(way)) for way in rows],
     }
 

@@ -100,7 +100,10 @@ def _groups(rows: Iterable[Scored], name: Callable[[Scored], Any]) -> list[tuple
     groups = defaultdict(list)
     for scored in rows:
         groups[name(scored)].append(scored)
-    return [(title, len(own), *_speeds(own), *_bands(own), *_memories(own)) for title, own in groups.items()]
+    return [
+        (title, len(of_group), *_speeds(of_group), *_bands(of_group), *_memories(of_group))
+        for title, of_group in groups.items()
+    ]
 
 
 def _speeds(rows: list[Scored]) -> tuple[str, str, str]:

@@ -113,9 +113,9 @@ def _composition(degrees: str, args: argparse.Namespace) -> tuple[Any, list[str]
     """Compose the run of a layout. It has the command line's overrides (except those of a layout), the overrides of
     this layout, a few steps, and no checkpoints.
     """
-    own = [word for word in args.overrides if word.partition("=")[0] not in LAYOUT]
+    without_layout = [word for word in args.overrides if word.partition("=")[0] not in LAYOUT]
     overrides = [
-        *own,
+        *without_layout,
         *degrees.split(" "),
         f"steps={args.steps}",
         "checkpoint=off",

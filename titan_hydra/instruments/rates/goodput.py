@@ -98,10 +98,16 @@ def shares_of_groups(groups: int, interval: float, costs: Interruptions, wait: f
     A group makes steps at a moment if none of its own devices has failed in the last `restart` seconds, and no device
     of another group in the last `wait` seconds. The formula neglects failures of all groups at the same time.
     """
-    own, others = exp(-costs.restart / (groups * costs.between)), exp(-wait * (groups - 1) / (groups * costs.between))
+    survives, others_survive = (
+        exp(-costs.restart / (groups * costs.between)),
+        exp(-wait * (groups - 1) / (groups * costs.between)),
+    )
     period = max(interval, costs.behind) + costs.held
     return TimeShares(
-        own * others * interval / period, own * others * (1 - interval / period), own * (1 - others), 1 - own
+        survives * others_survive * interval / period,
+        survives * others_survive * (1 - interval / period),
+        survives * (1 - others_survive),
+        1 - survives,
     )
 
 
@@ -227,8 +233,8 @@ def ways(at: Site) -> Iterator[Way]:
         for seconds in (saves.interval * at.step, 60 * (saves.interval_minutes or 0))
         if seconds and saves.name != "off"
     ]
-    own = min(limits, default=at.job.steps * at.step)
-    way = Way(f"this job: checkpoint={saves.name}", saves.name, own, elastic=bool(at.job.elastic))
+    interval = min(limits, default=at.job.steps * at.step)
+    way = Way(f"this job: checkpoint={saves.name}", saves.name, interval, elastic=bool(at.job.elastic))
     if groups.replicas > 1:
         # with torchft, the groups exchange gradients in every step, and a step in which a group fails is repeated
         often = groups.name == "torchft"

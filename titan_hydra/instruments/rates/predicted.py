@@ -34,12 +34,12 @@ def with_predictions(report: Report) -> Report:
     predictions = [prediction(row.cell.directory, rates) for row in report.own]
     if not any(isinstance(predicted, Prediction) for predicted in predictions):
         raise ConfigError(f"--predicted: {predictions[0]}")  # the reason why the first run cannot be predicted
-    own = [
+    own_rows = [
         replace(row, prediction=predicted if isinstance(predicted, Prediction) else None)
         for row, predicted in zip(report.own, predictions, strict=True)
     ]
-    foreign = report.rows[len(own) :]
-    return replace(report, rows=[*own, *foreign])
+    foreign = report.rows[len(own_rows) :]
+    return replace(report, rows=[*own_rows, *foreign])
 
 
 def prediction(directory: Path, rates: dict[str, Any]) -> Prediction | str:

@@ -77,11 +77,11 @@ def draw_isoflop(curve: Drawn, folder: Path, origin: str) -> Iterator[Path]:
     with drawing("scale-isoflop"):
         drawn, axes = figure(4.4)
         for number, (budget, colour) in enumerate(zip(budgets, LINES, strict=False)):
-            own = nearest == number
+            of_budget = nearest == number
             sizes = sizes_of(ladder, float(law.best_size(budget)))
             axes.plot(sizes, law.loss(sizes, budget / 6 / sizes), color=LIGHT[colour], label=f"{budget:.2g} FLOPs")
-            shown = law.loss(ladder.parameters[own], budget / 6 / ladder.parameters[own]) * off[own]
-            axes.scatter(ladder.parameters[own], shown, s=14, color=LIGHT[colour])
+            shown = law.loss(ladder.parameters[of_budget], budget / 6 / ladder.parameters[of_budget]) * off[of_budget]
+            axes.scatter(ladder.parameters[of_budget], shown, s=14, color=LIGHT[colour])
             best = law.best_size(budget)
             axes.plot(
                 [best], [law.frontier(budget)], "x", color=LIGHT["ink"], label="best size" if number == 0 else None

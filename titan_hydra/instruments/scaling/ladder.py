@@ -112,8 +112,8 @@ def sweep_file(name: str, overrides: Sequence[str], cells: dict[str, list[str]],
         key, _, value = override.partition("=")
         options.append({f"override /{key}": value}) if key in known else values.append(override)
     content: dict[str, Any] = {"defaults": options} if options else {}
-    own: Any = OmegaConf.to_container(OmegaConf.from_dotlist(values), resolve=False)
-    content |= own
+    typed_values: Any = OmegaConf.to_container(OmegaConf.from_dotlist(values), resolve=False)
+    content |= typed_values
     content["sweep"] = {"name": name, "baseline": next(iter(cells)), "cells": cells}
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=1_000)
     purpose = "Sizes of one model, each on several numbers of tokens, for a scaling law: titan scale."

@@ -119,8 +119,8 @@ def why_not(ladder: Ladder) -> str | None:
             return f"{len(values)} different {quantity}, and a law needs at least {KINDS}"
     several = 0
     for size in sizes:
-        own = ladder.tokens[ladder.parameters == size]
-        several += own.max() >= APART * own.min()
+        tokens_of_size = ladder.tokens[ladder.parameters == size]
+        several += tokens_of_size.max() >= APART * tokens_of_size.min()
     if several < 2:
         return (
             f"only {several} of {len(sizes)} sizes have several numbers of tokens, so the effects of size and tokens cannot "

@@ -85,10 +85,10 @@ def intact_lines(content: bytes) -> tuple[list[dict[str, Any]], int, str]:
             recorded = log.pop(CHECK, None)
         except (ValueError, RecursionError, AttributeError, TypeError):
             return logs, total, f"line {number} is not a JSON object"
-        own = zlib.crc32(_bytes(log), total)
-        if recorded != f"{own:08x}" and (seen or recorded is not None):
+        checksum = zlib.crc32(_bytes(log), total)
+        if recorded != f"{checksum:08x}" and (seen or recorded is not None):
             return logs, total, f"line {number} or a line before it was changed, or is lost"
-        total, seen = own, recorded is not None
+        total, seen = checksum, recorded is not None
         logs.append(log)
     return logs, total, ""
 

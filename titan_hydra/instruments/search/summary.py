@@ -157,11 +157,11 @@ class Summary:
         keys = [override.partition("=")[0] for override in self.trials[0].overrides] if self.trials else []
         measured, numbers = self._measured()
         rows = []
-        for trial, own in zip(self.trials, numbers, strict=True):
+        for trial, of_trial in zip(self.trials, numbers, strict=True):
             values = [override.partition("=")[2] for override in trial.overrides]
             state = self.word(trial) + (f": {trial.reason}" if trial.reason else "")
             hours = f"{self.hours[trial.number]:.4f}"
-            rows.append([str(trial.number), *values, *map(_number, own), _spread(self.seeds(trial)), state, hours])
+            rows.append([str(trial.number), *values, *map(_number, of_trial), _spread(self.seeds(trial)), state, hours])
         return ["trial", *keys, *measured, "seeds", "state", "GPU-hours"], rows
 
     def _measured(self) -> tuple[list[str], list[list[float | None]]]:

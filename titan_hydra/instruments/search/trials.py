@@ -100,10 +100,10 @@ class SearchPlan:
         """Return the cell of a trial's whole run with another seed; or the reason why there is none."""
         return self.made([*trial.overrides, f"seed={seed}"], f"trial {trial.number}, seed {seed}")
 
-    def made(self, own: list[str], name: str) -> tuple[Cell | None, str]:
+    def made(self, of_cell: list[str], name: str) -> tuple[Cell | None, str]:
         """Compose and check a cell. Return it, or the first fault."""
-        taken = {key_of(override) for override in own}
-        overrides = [override for override in self.fixed if key_of(override) not in taken] + own
+        taken = {key_of(override) for override in of_cell}
+        overrides = [override for override in self.fixed if key_of(override) not in taken] + of_cell
         config = self.question.compose(overrides)
         config.sweep.name, config.sweep.cell = self.name, name
         cell, faults, _ = examine(config, overrides)
@@ -139,8 +139,8 @@ def plan_of(question: Question) -> SearchPlan:
         raise ConfigError("\n".join(map(str, faults)))
     search = cast(OptunaSearch, job.search)
     fixed = [override for override in question.fixed if key_of(override).partition(".")[0] != "search"]
-    overrides = [[*fixed, *own] for own in space.probes()]
-    composed = [(question.compose(own), own) for own in overrides]
+    overrides = [[*fixed, *of_probe] for of_probe in space.probes()]
+    composed = [(question.compose(of_probe), of_probe) for of_probe in overrides]
     jobs, lines = [], []
     for config, _ in composed:
         probe, faults = read(config)

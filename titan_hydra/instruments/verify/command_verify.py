@@ -80,8 +80,8 @@ def _verify_cases(args: argparse.Namespace) -> int:
     """Run the cases that the arguments choose. Returns 0 if every case passed, else 1."""
     if args.write and not args.write.absolute().parent.is_dir():
         raise ConfigError(f"--write {args.write}: there is no folder {args.write.absolute().parent}")
-    own = bool(args.overrides or args.config_dir)
-    if own:  # what is wrong with them alone, such as a missing module, is a line at once
+    changed_by_user = bool(args.overrides or args.config_dir)
+    if changed_by_user:  # what is wrong with them alone, such as a missing module, is a line at once
         compose_unchecked(*args.overrides, config_dir=args.config_dir)
     from .coverage import Coverage, covered
     from .sampler import draw_jobs
@@ -95,9 +95,13 @@ def _verify_cases(args: argparse.Namespace) -> int:
         names = [{"name": case.name, "ranks": case.ranks} for case in chosen]
         print(to_json(names) if args.json else "\n".join(f"{case.ranks:>3}  {case.name}" for case in chosen))
         return Exit.DONE
-    coverage = covered(chosen, tuple(args.overrides), tuple(args.config_dir or ()), steps) if own else Coverage(chosen)
+    coverage = (
+        covered(chosen, tuple(args.overrides), tuple(args.config_dir or ()), steps)
+        if changed_by_user
+        else Coverage(chosen)
+    )
     outcomes = (verify_drawn if drawn else verify)(coverage.cases, steps)
-    if own:
+    if changed_by_user:
         outcomes = coverage.without_refused(outcomes)
         with notes_on_stderr(args.json):
             print(*coverage.lines(len(outcomes), len(cases)), "", sep="\n")

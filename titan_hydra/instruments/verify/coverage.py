@@ -78,7 +78,11 @@ def covered(cases: Iterable[Case], overrides: tuple[str, ...], config_dir: tuple
 
 def windows_of(model: Model) -> dict[str, int]:
     """Return the widths of a model's attention windows in tokens: the values of its keys with `window` in their names."""
-    values = {f"model.{own.name}": getattr(model, own.name) for own in fields(model) if "window" in own.name}
+    values = {
+        f"model.{attribute.name}": getattr(model, attribute.name)
+        for attribute in fields(model)
+        if "window" in attribute.name
+    }
     return {key: value for key, value in values.items() if type(value) is int and value}
 
 

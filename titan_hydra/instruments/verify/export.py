@@ -59,9 +59,11 @@ def export_differs(trainer: Trainer, held_out: Sequence[Batch]) -> int:
         CONFIG.of(run).write_text(json.dumps(to_dict(job)))
         export_hf(run, target)
         weights, model = read_export(target)
-    own = {name: parameter.detach().double() for name, parameter in trainer.masters.weights.named_parameters()}
+    weights_of_run = {
+        name: parameter.detach().double() for name, parameter in trainer.masters.weights.named_parameters()
+    }
     plain = dataclasses.replace(job, model=model, parametrization=Parametrization())
-    losses = mean_loss_of(own, held_out, job), mean_loss_of(weights, held_out, plain)
+    losses = mean_loss_of(weights_of_run, held_out, job), mean_loss_of(weights, held_out, plain)
     # scales are multiplied into the weights of an export, which are then rounded
     return int(not math.isclose(*losses, rel_tol=0 if job.parametrization == plain.parametrization else 1e-6))
 

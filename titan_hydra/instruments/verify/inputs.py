@@ -18,8 +18,8 @@ def odd_starts(start: dict[str, Tensor], job: Job) -> int:
     away from that of its distribution. Return 0 for other models, for families with a reference of their own and for mup, which
     have distributions of their own.
     """
-    own = family_of(job.model).exact is not None
-    if own or OBJECTIVES[job.objective.name].makes != "tokens" or job.parametrization.name != "standard":
+    has_own_reference = family_of(job.model).exact is not None
+    if has_own_reference or OBJECTIVES[job.objective.name].makes != "tokens" or job.parametrization.name != "standard":
         return 0
     count = 0
     for name, weight in start.items():

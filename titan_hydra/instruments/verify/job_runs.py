@@ -52,10 +52,10 @@ def order_of_data(job: Job, small: Job) -> dict[str, Any]:
     """Compare the samples of all data-parallel ranks together, from the job's own source, with those of one process.
     Raises ConfigError for missing files.
     """
-    own, reason = with_own_data(job, small)
-    if wrong := _misplaced(own):
+    job_of_order, reason = with_own_data(job, small)
+    if wrong := _misplaced(job_of_order):
         reason = f"not so at {wrong}"
-    return {"passed": not wrong, "source": own.data.name, "steps": STEPS_OF_DATA, "reason": reason or None}
+    return {"passed": not wrong, "source": job_of_order.data.name, "steps": STEPS_OF_DATA, "reason": reason or None}
 
 
 def _misplaced(job: Job) -> str:

@@ -117,8 +117,8 @@ def _of_runs(args: argparse.Namespace) -> list[tuple[Job, list[str], str]]:
 def _candidate(job: Job, overrides: list[str], name: str, most: int) -> Candidate:
     """Reduce a job, and list its pairs. Raises ConfigError if the job has no reduced form."""
     small = reduced(job, most)
-    own = [list(job_pairs(job, small_job, _in_words(_degrees(small_job)))) for small_job in small]
-    return Candidate(job, overrides, name or job.name, small, own)
+    pairs = [list(job_pairs(job, small_job, _in_words(_degrees(small_job)))) for small_job in small]
+    return Candidate(job, overrides, name or job.name, small, pairs)
 
 
 def _degrees(job: Job) -> dict[str, int]:

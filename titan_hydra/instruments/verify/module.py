@@ -120,10 +120,10 @@ class Training:
 
     def norm(self) -> float | str:
         """Return the gradient's norm, computed by the subject or by torch, or the reason why there is none."""
-        own = self.subject.norm
+        norm_of_subject = self.subject.norm
         try:
-            if own is not None and self.mesh is not None:
-                return _read(own(self.model, self.mesh))
+            if norm_of_subject is not None and self.mesh is not None:
+                return _read(norm_of_subject(self.model, self.mesh))
             gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             return _read(torch.nn.utils.get_total_norm(gradients))
         except Exception as error:
@@ -141,9 +141,9 @@ class Training:
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         tensors = {}
         for name, parameter in model.named_parameters():
-            own = value(parameter)
-            own = torch.zeros_like(parameter) if own is None else own
-            tensors[clean_name(name)] = self.whole(clean_name(name), own.detach())
+            tensor = value(parameter)
+            tensor = torch.zeros_like(parameter) if tensor is None else tensor
+            tensors[clean_name(name)] = self.whole(clean_name(name), tensor.detach())
         return tensors
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
@@ -298,11 +298,11 @@ def _start(trace: Trace, reference: Trace) -> Check:
 
 def _copies(weights: dict[str, Tensor]) -> Check:
     """Count the parameters that differ between ranks after the last step. A collective."""
-    own = {
+    digests = {
         name: hashlib.sha256(value.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, value in weights.items()
     }
-    apart = [name for name in own if len({other[name] for other in _gathered(own)}) > 1]
+    apart = [name for name in digests if len({other[name] for other in _gathered(digests)}) > 1]
     return Check("copies", str(len(apart)), "0", ", ".join(apart[:3]), not apart)
 
 
@@ -346,10 +346,10 @@ def _joined(loss: float, mesh: DeviceMesh, subject: Subject, reference: float) -
     return max(ends, key=lambda value: abs(value - reference) if math.isfinite(value) else math.inf)
 
 
-def _of_all_ranks(own: Differences) -> Differences:
+def _of_all_ranks(of_this_rank: Differences) -> Differences:
     """Return the largest difference of each entry on any rank. A collective."""
     worst: Differences = {}
-    for of_rank in _gathered(own):
+    for of_rank in _gathered(of_this_rank):
         worst = widen(worst, of_rank)
     return worst
 
@@ -358,9 +358,9 @@ def _allowed(column: str, name: str, spread: Differences) -> float:
     return max(FLOOR[column], MULTIPLE[column] * spread[column][name])
 
 
-def _gathered(own: Any) -> list[Any]:
+def _gathered(of_this_rank: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    dist.all_gather_object(everyone, of_this_rank)
     return everyone
 
 

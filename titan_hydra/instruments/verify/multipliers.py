@@ -38,19 +38,19 @@ class Multipliers:
 def scaled_optimizer(name: str, shape: tuple[int, ...], job: Job) -> Any:
     """Return the optimizer's section with the rates of one parameter: its learning rates, decay and epsilon."""
     wide = Multipliers.of(job)
-    own: Any = copy.copy(job.optimizer)
+    scaled: Any = copy.copy(job.optimizer)
     if job.parametrization.name == "standard":
-        return own
+        return scaled
     inside, router = name.startswith("layers."), name.endswith("router.weight")
-    if own.name == "muon" and inside and len(shape) > 1:
+    if scaled.name == "muon" and inside and len(shape) > 1:
         # An update should have the spectral norm sqrt(outputs / inputs) (2310.17813); Muon's update of a wide matrix
         # has 1.
         ratio = math.sqrt(min(shape[0], job.model.dim) / min(shape[0], job.model.dim / wide.width) / wide.width)
-        own.muon_lr *= ratio if router else 1
-        own.weight_decay /= ratio if router else 1
-        return own
+        scaled.muon_lr *= ratio if router else 1
+        scaled.weight_decay /= ratio if router else 1
+        return scaled
     matrix = inside and len(shape) > 1
-    own.lr /= wide.width if matrix else 1
-    own.weight_decay *= wide.width if matrix else 1
-    own.eps /= (1 if router else wide.width) * (wide.depth if inside else 1)
-    return own
+    scaled.lr /= wide.width if matrix else 1
+    scaled.weight_decay *= wide.width if matrix else 1
+    scaled.eps /= (1 if router else wide.width) * (wide.depth if inside else 1)
+    return scaled

@@ -113,9 +113,9 @@ def _degrees(job: Job, most: int) -> Iterator[dict[str, int]]:
     """Yield the degrees of each reduced job."""
     # a schedule that is read from a file needs the number of pipeline ranks for which the file was written
     written = PIPELINE_SCHEDULES[job.pp_schedule.name].from_file
-    own = {name: degree for name in DEGREES if (degree := getattr(job.parallelism, name)) > 1}
-    for names in itertools.combinations(own, min(len(own), AT_ONCE)):
-        degrees = {name: own[name] for name in names}
+    degrees_of_job = {name: degree for name in DEGREES if (degree := getattr(job.parallelism, name)) > 1}
+    for names in itertools.combinations(degrees_of_job, min(len(degrees_of_job), AT_ONCE)):
+        degrees = {name: degrees_of_job[name] for name in names}
         while math.prod(degrees.values()) > max(most, 2 ** len(degrees)):
             name = max((name for name in names if not (written and name == "pp")), key=degrees.get, default=None)
             if name is None or degrees[name] == 2:
@@ -304,16 +304,16 @@ def with_own_data(job: Job, small: Job) -> tuple[Job, str]:
     sources = [job.data.name, *(part.name for part in job.data.mixture.values())]
     if hub := [name for name in sources if (kind := DATA_SOURCES.get(name)) and kind.config is HubSource]:
         return small, f"data={hub[0]} is on the network; synthetic tokens stand for it"
-    own = copy.deepcopy(small)
-    own.data = copy.deepcopy(job.data)
-    own.data.samples = None  # these are of the job's own length and batch
-    own.data.seq_len, own.data.local_batch, own.data.global_batch = (
+    combined = copy.deepcopy(small)
+    combined.data = copy.deepcopy(job.data)
+    combined.data.samples = None  # these are of the job's own length and batch
+    combined.data.seq_len, combined.data.local_batch, combined.data.global_batch = (
         min(job.data.seq_len, 256),
         small.data.local_batch,
         small.data.global_batch,
     )
-    own.model.vocab_size, own.tokenizer = job.model.vocab_size, job.tokenizer
-    return own, ""
+    combined.model.vocab_size, combined.tokenizer = job.model.vocab_size, job.tokenizer
+    return combined, ""
 
 
 def reduced_keys(job: Job, small: Job) -> dict[str, list[Any]]:

@@ -94,8 +94,8 @@ def train_in_float64(
         factor = rate_factor(step, job.steps, now.lr_scheduler)
         with torch.no_grad():
             for name, weight in weights.items():
-                own = scaled_optimizer(name, tuple(weight.shape), now)
-                update(name, weight, gradients[name] * clip, state[name], step, factor, own)
+                rates = scaled_optimizer(name, tuple(weight.shape), now)
+                update(name, weight, gradients[name] * clip, state[name], step, factor, rates)
             clip_heads(weights, routed.logits, now)
             for name, weight in weights.items():
                 averages[name] = weight.lerp(averages.get(name, weight), min(now.optimizer.ema_decay, 1 - 1 / step))

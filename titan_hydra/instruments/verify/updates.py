@@ -77,16 +77,16 @@ def clip_heads(weights: Weights, logits: dict[str, list[float]], job: Job) -> No
             if job.optimizer.qk_clip is None or largest <= job.optimizer.qk_clip:
                 continue
             factor = job.optimizer.qk_clip / largest
-            own, width = f"{layer}.attention", model.head_width
-            queries = next(weights[name] for q in ("wq", "wq_b") if (name := f"{own}.{q}.weight") in weights)
+            attention, width = f"{layer}.attention", model.head_width
+            queries = next(weights[name] for q in ("wq", "wq_b") if (name := f"{attention}.{q}.weight") in weights)
             query = queries[head * width : (head + 1) * width]
-            if f"{own}.wkv_b.weight" in weights:
+            if f"{attention}.wkv_b.weight" in weights:
                 plain, each = model.qk_nope_head_dim, model.qk_nope_head_dim + model.v_head_dim
                 query[:plain] *= math.sqrt(factor)
                 query[plain:] *= factor
-                weights[f"{own}.wkv_b.weight"][head * each : head * each + plain] *= math.sqrt(factor)
+                weights[f"{attention}.wkv_b.weight"][head * each : head * each + plain] *= math.sqrt(factor)
             elif model.n_kv_heads == model.n_heads:
                 query *= math.sqrt(factor)
-                weights[f"{own}.wk.weight"][head * width : (head + 1) * width] *= math.sqrt(factor)
+                weights[f"{attention}.wk.weight"][head * width : (head + 1) * width] *= math.sqrt(factor)
             else:
                 query *= factor

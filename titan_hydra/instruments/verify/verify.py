@@ -154,13 +154,15 @@ def loads(trainer: Trainer) -> dict[str, list[float]]:
 
 def drift(trainer: Trainer) -> int:
     """Count the shards of weights whose copies on several ranks differ in any bit. A collective."""
-    own = {}
+    my_digests = {}
     for name, parameter in trainer.masters.weights.named_parameters():
         local = local_part(master_of(parameter))
         part = (name, *map(tuple, local_box(parameter)))
-        own[part] = hashlib.sha256(local.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+        my_digests[part] = hashlib.sha256(
+            local.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
     everyone: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    dist.all_gather_object(everyone, my_digests)
     values = defaultdict(set)
     for parts in everyone:
         for part, digest in parts.items():
@@ -182,12 +184,12 @@ def _buffers(trainer: Trainer) -> dict[str, torch.Tensor]:
     return _join(trainer, {name: buffer.clone() for name, buffer in trainer.model.named_buffers() if name in stored})
 
 
-def _join(trainer: Trainer, own: dict[str, Any]) -> dict[str, Any]:
+def _join(trainer: Trainer, of_this_rank: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of all pipeline stages. This is a collective over the pipeline ranks."""
     if trainer.mesh.pipeline is None:
-        return own
+        return of_this_rank
     parts: list[dict[str, Any]] = [{}] * dist.get_world_size(trainer.mesh.pipeline)
-    dist.all_gather_object(parts, own, group=trainer.mesh.pipeline)
+    dist.all_gather_object(parts, of_this_rank, group=trainer.mesh.pipeline)
     return {name: value for part in parts for name, value in part.items()}
 
 
@@ -293,9 +295,9 @@ def prove(
             _run_references, folder, [(key, case, to_dict(job)) for key, (case, job) in references.items()]
         )
         Path(folder, TOTAL).write_text(str(len(cases)))
-        for (threads, ranks), own in sorted(by_ranks.items()):
-            own.sort(key=lambda job: job[1].slow)  # the slowest last
-            _run_all(1 if threads else ranks, _run_in_threads if threads else _run_cases, folder, own)
+        for (threads, ranks), of_ranks in sorted(by_ranks.items()):
+            of_ranks.sort(key=lambda job: job[1].slow)  # the slowest last
+            _run_all(1 if threads else ranks, _run_in_threads if threads else _run_cases, folder, of_ranks)
         outcomes = [_read(folder, number, case) for number, case in enumerate(cases)]
         # Indices of the cases beyond the tight tolerances. Cases with the same reference and the same parts of linears
         # share a band.

@@ -131,7 +131,7 @@ def _rates(check: SizeCheck, rates: list[float]) -> dict[str, Any]:
     for (size, _, rate), result in zip(runs_of_check, measured, strict=True):
         last = result["losses"][-max(1, len(result["losses"]) // 4) :]
         losses.setdefault(size, {}).setdefault(rate, []).append(statistics.fmean(last))
-    means = {size: {rate: statistics.fmean(own) for rate, own in of.items()} for size, of in losses.items()}
+    means = {size: {rate: statistics.fmean(of_seeds) for rate, of_seeds in of.items()} for size, of in losses.items()}
     best = {size: best_rate(of) for size, of in means.items()}
     ends = [best[min(best)], best[max(best)]]
     ratio = max(ends) / min(ends)

@@ -31,9 +31,10 @@ def messages_of(row: dict[str, Any]) -> Any:
         {"weight": 0, **message} if _is_answer(message) else message
         for message in _as_messages(row[question], "user", question)
     ]
-    own = {key: row[key] for key in OF_ANSWER if row.get(key) is not None}
+    beside_answer = {key: row[key] for key in OF_ANSWER if row.get(key) is not None}
     answers = [
-        message | own if _is_answer(message) else message for message in _as_messages(row[answer], "assistant", answer)
+        message | beside_answer if _is_answer(message) else message
+        for message in _as_messages(row[answer], "assistant", answer)
     ]
     return [*_history(row), *_with_input(before, row, question), *answers]
 

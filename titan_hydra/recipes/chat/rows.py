@@ -250,9 +250,9 @@ def first_fit(turns: list[Turns], room: dict[str, int]) -> list[list[Turns]]:
 
 def open_chat(key: str, source: ConversationSource, wanted: Wanted, seed: int) -> Chat:
     """Open the conversations of data=chat or data=embedded_chat."""
-    own = template.load_template(key, source, wanted.job.tokenizer)
+    loaded = template.load_template(key, source, wanted.job.tokenizer)
     return Chat(
-        key, ConversationReader(open_rows(key, source, wanted), own, wanted.tokenizer, source.train_on), wanted, seed
+        key, ConversationReader(open_rows(key, source, wanted), loaded, wanted.tokenizer, source.train_on), wanted, seed
     )
 
 
@@ -297,9 +297,9 @@ def warnings_of_chat(key: str, source: ConversationSource, job: schema.Job) -> I
     return warnings_of_first(key, source, job, _texts)
 
 
-def _texts(own: template.Template, source: ConversationSource, line: Record) -> list[Rendered]:
+def _texts(loaded: template.Template, source: ConversationSource, line: Record) -> list[Rendered]:
     conversation = parse(line)
-    return [(conversation, *own.spans(conversation, source.train_on))]
+    return [(conversation, *loaded.spans(conversation, source.train_on))]
 
 
 Rendered = tuple[Conversation, str, template.Spans]
@@ -318,9 +318,9 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, noun: str
             where = f"row {number + 1}"
             try:
                 where, line = lines.row(number)
-                for _, text, _ in texts(own, source, line):
+                for _, text, _ in texts(loaded, source, line):
                     if not number:
-                        _refuse_unknown_marks(key, source, job, own, text)
+                        _refuse_unknown_marks(key, source, job, loaded, text)
                     yield text
             except BadRow as error:
                 yield error
@@ -331,7 +331,7 @@ def faults_of_first(key: str, source: TemplateSource, job: schema.Job, noun: str
                 return
 
     try:
-        own = template.load_template(key, source, job.tokenizer)
+        loaded = template.load_template(key, source, job.tokenizer)
         with template.time_limit(TRIED):
             faults_found = list(faults_of_rows(key, source, job, read))
         yield from faults_found if not refused else ()
@@ -364,7 +364,9 @@ def _first(file: Path) -> Records:
     return Records([file], BadShards(), unknown.ROWS)
 
 
-def _refuse_unknown_marks(key: str, source: TemplateSource, job: schema.Job, own: template.Template, text: str) -> None:
+def _refuse_unknown_marks(
+    key: str, source: TemplateSource, job: schema.Job, loaded: template.Template, text: str
+) -> None:
     """Raise ConfigError if the tokenizer does not know a mark of the template (such as `<|im_end|>`). Otherwise mostly
     unknown tokens would be learned.
     """
@@ -374,7 +376,7 @@ def _refuse_unknown_marks(key: str, source: TemplateSource, job: schema.Job, own
         known = unknown.tokenizer_at(job.tokenizer.path or "")
     except ConfigError:
         return  # another rule yields this fault
-    for mark in dict.fromkeys(MARK.findall(own.source)):
+    for mark in dict.fromkeys(MARK.findall(loaded.source)):
         if mark in known.special or mark not in text:
             continue
         if count := [token == known.unknown for token in known.locate(mark).ids].count(True):
@@ -393,11 +395,11 @@ def warnings_of_first(key: str, source: TemplateSource, job: schema.Job, texts: 
         lines = _first(file)
         for number in range(len(lines)):
             with contextlib.suppress(ValueError, BadRow):
-                yield from texts(own, source, lines.row(number)[1])
+                yield from texts(loaded, source, lines.row(number)[1])
 
     where, path = place_of_rows(key, source, "train")
     try:
-        own = template.load_template(key, source, job.tokenizer)
+        loaded = template.load_template(key, source, job.tokenizer)
         of_data = tokenizer.load(job.tokenizer)
         warnings_of_texts = [] if of_hub_named(source) else [*unknown.of_some(path, SUFFIXES, of_file)]
     except Exception:  # files and templates can be wrong in any way, which other rules report

@@ -141,13 +141,13 @@ class Template:
         Raises ValueError if the template does not accept the conversation, ConfigError if the template violates the
         sandbox.
         """
-        own = {
+        names_of_row = {
             "messages": conversation.messages,
             "tools": conversation.tools or None,
             "add_generation_prompt": prompt,
         }
         try:
-            return self.compiled.render(self.options | conversation.options | self.names | own)
+            return self.compiled.render(self.options | conversation.options | self.names | names_of_row)
         except jinja2.sandbox.SecurityError as error:
             raise ConfigError(f"{self.where}: it is not allowed in a template: {error}") from error
         except Exception as error:  # a template is a program, which may raise anything
@@ -336,9 +336,9 @@ def _read(key: str, name: str) -> str:
 
 def _of_tokenizer(key: str, file: Path) -> tuple[str, str]:
     """Return name and text of the template in a tokenizer's folder."""
-    own, config = file.with_name("chat_template.jinja"), file.with_name("tokenizer_config.json")
-    if own.is_file():
-        return str(own), _read(key, str(own))
+    template_file, config = file.with_name("chat_template.jinja"), file.with_name("tokenizer_config.json")
+    if template_file.is_file():
+        return str(template_file), _read(key, str(template_file))
     try:
         found = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
     except (OSError, ValueError, AttributeError) as error:
@@ -347,7 +347,7 @@ def _of_tokenizer(key: str, file: Path) -> tuple[str, str]:
         found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
     if not isinstance(found, str):
         raise ConfigError(
-            f"{key}.chat_template=null: no template came with {file}: neither {own.name} nor one in {config.name} is "
+            f"{key}.chat_template=null: no template came with {file}: neither {template_file.name} nor one in {config.name} is "
             f"beside it; one of {', '.join(BUILT_IN)}"
         )
     return str(config), found

@@ -59,13 +59,13 @@ def double(
     """Return text and image after a double-stream block: each has weights of its own, and both share one attention."""
     streams, cut = {"txt_": words, "": image}, len(words)
     parts = {side: affine(weights, f"{name}{side}modulation", condition).chunk(6) for side in streams}
-    own = {"txt_": turns[:cut], "": turns[cut:]}
+    turns_of_side = {"txt_": turns[:cut], "": turns[cut:]}
     triples = [
         heads(
             weights,
             f"{name}{side}heads",
             standardized(x, 1e-6) * (1 + parts[side][1]) + parts[side][0],
-            own[side],
+            turns_of_side[side],
             model,
         )
         for side, x in streams.items()

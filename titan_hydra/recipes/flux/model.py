@@ -162,8 +162,11 @@ class DoubleBlock(nn.Module):
         ours, theirs = self.modulation(vector), self.txt_modulation(vector)
         lengths = words.shape[1], image.shape[1]
         first, then = rotary.split(lengths, dim=1)
-        own, other = self.heads(modulated(image, *ours[:2]), then), self.txt_heads(modulated(words, *theirs[:2]), first)
-        h = self.attention(*(torch.cat(pair, dim=1) for pair in zip(other, own, strict=True)))
+        of_image, of_text = (
+            self.heads(modulated(image, *ours[:2]), then),
+            self.txt_heads(modulated(words, *theirs[:2]), first),
+        )
+        h = self.attention(*(torch.cat(pair, dim=1) for pair in zip(of_text, of_image, strict=True)))
         h_words, h_image = h.split(lengths, dim=1)
         image = image + ours[2] * self.heads.wo(h_image)
         words = words + theirs[2] * self.txt_heads.wo(h_words)

@@ -32,11 +32,11 @@ def illustrated(weights: Weights, batch: Weights, job: Job, routed: Routed) -> t
     ):
         x = weights["tok_embeddings.weight"][tokens]
         for image in range(int(images.max()) + 1):
-            own = (images == image).nonzero().flatten()
-            height, width = cells[own[0], 2:].tolist()
-            features = seen_image(tower, patches[own].double(), height, width, vision)
-            inside = torch.isin(places, own)
-            x = x.masked_scatter(inside.unsqueeze(-1), features[places[inside] - own[0]])
+            of_image = (images == image).nonzero().flatten()
+            height, width = cells[of_image[0], 2:].tolist()
+            features = seen_image(tower, patches[of_image].double(), height, width, vision)
+            inside = torch.isin(places, of_image)
+            x = x.masked_scatter(inside.unsqueeze(-1), features[places[inside] - of_image[0]])
         embeddings.append(x)
     labels = following(batch)
     logs = logs_of_labels(weights, batch, labels, job, routed, torch.stack(embeddings))

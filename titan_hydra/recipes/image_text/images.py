@@ -299,12 +299,12 @@ class ImageSamples(Chat):
         for turns in together:
             for offset, picture in turns.pictures:
                 rows, columns = picture.rows, picture.columns
-                own, numbers = slice(first, first + rows * columns), np.arange(rows * columns)
+                of_picture, numbers = slice(first, first + rows * columns), np.arange(rows * columns)
                 try:
-                    arrays["patches"][own] = picture.patches(self.side)
+                    arrays["patches"][of_picture] = picture.patches(self.side)
                 except BadShard as error:
                     self.bad.add(error)
-                arrays["cells"][own] = np.stack(
+                arrays["cells"][of_picture] = np.stack(
                     [
                         numbers // columns,
                         numbers % columns,
@@ -313,9 +313,9 @@ class ImageSamples(Chat):
                     ],
                     axis=1,
                 )
-                arrays["images"][own] = number
+                arrays["images"][of_picture] = number
                 arrays["places"][begin + offset : begin + offset + len(numbers)] = first + numbers
-                first, number = own.stop, number + 1
+                first, number = of_picture.stop, number + 1
             begin += len(turns.tokens)
         return super()._filled(together) | arrays
 

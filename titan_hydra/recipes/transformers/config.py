@@ -96,20 +96,20 @@ class TransformersConfig(Model):
             return self
         from .known import library_config
 
-        theirs, own = library_config(self), {}
+        theirs, keys = library_config(self), {}
         for ours, name in SHARED.items():
             from_folder = getattr(theirs, name, None)
-            own[ours] = getattr(self, ours) if getattr(self, ours) is not None else from_folder
-        own["n_kv_heads"] = own["n_kv_heads"] or own["n_heads"]
+            keys[ours] = getattr(self, ours) if getattr(self, ours) is not None else from_folder
+        keys["n_kv_heads"] = keys["n_kv_heads"] or keys["n_heads"]
         for ours in ("vocab_size", "dim", "n_layers", "n_heads"):
-            if not isinstance(own[ours], int):
+            if not isinstance(keys[ours], int):
                 raise bad_value("model.path", self.path, f"its config.json has no {SHARED[ours]}")
-        own["max_seq_len"] = own["max_seq_len"] or 2**24
-        own["tie_embeddings"] = bool(own["tie_embeddings"])
+        keys["max_seq_len"] = keys["max_seq_len"] or 2**24
+        keys["tie_embeddings"] = bool(keys["tie_embeddings"])
         rope = getattr(theirs, "rope_parameters", None) or {}
-        own["norm_eps"] = float(getattr(theirs, "rms_norm_eps", None) or Model.norm_eps)
-        own["rope_theta"] = float(rope.get("rope_theta") or getattr(theirs, "rope_theta", None) or Model.rope_theta)
-        return replace(self, **own)
+        keys["norm_eps"] = float(getattr(theirs, "rms_norm_eps", None) or Model.norm_eps)
+        keys["rope_theta"] = float(rope.get("rope_theta") or getattr(theirs, "rope_theta", None) or Model.rope_theta)
+        return replace(self, **keys)
 
     def reduce(self) -> None:
         """Reduce sizes that other families do not have, for proofs: experts, and a window that must hide some tokens."""
@@ -122,8 +122,12 @@ class TransformersConfig(Model):
     def arithmetic(self) -> dict[str, Any]:
         """Return the values of config.json as keys of their own, so that a difference is named."""
         content = json.loads(self.content or "{}")
-        own = {name: value for name, value in super().arithmetic().items() if name not in ("path", "content", "beside")}
-        return own | {"config": {name: value for name, value in content.items() if name not in SHARED.values()}}
+        without_folder = {
+            name: value for name, value in super().arithmetic().items() if name not in ("path", "content", "beside")
+        }
+        return without_folder | {
+            "config": {name: value for name, value in content.items() if name not in SHARED.values()}
+        }
 
     @property
     def model_type(self) -> str:

@@ -23,13 +23,13 @@ from .known import library_config
 def logits_of_library(weights: dict[str, Tensor], batch: dict[str, Tensor], job: Any) -> Tensor:
     """Return the logits of a batch [batch, seq, vocab]."""
     model, names = _model(json.dumps(to_dict(job.model))), hf_of(job.model)
-    own = {names.name(name): weight for name, weight in weights.items()}
+    by_their_name = {names.name(name): weight for name, weight in weights.items()}
     documents = batch.get("documents", torch.zeros_like(batch["tokens"]))
     rows = []
     for tokens, numbers in zip(batch["tokens"], documents, strict=True):
         lengths = numbers.unique_consecutive(return_counts=True)[1].tolist()
         options = [{"input_ids": part.unsqueeze(0), "use_cache": False} for part in tokens.split(lengths)]
-        rows.append(torch.cat([functional_call(model, own, (), one).logits[0] for one in options]))
+        rows.append(torch.cat([functional_call(model, by_their_name, (), one).logits[0] for one in options]))
     return torch.stack(rows)
 
 

@@ -69,7 +69,7 @@ def saved_pieces(library: Any, name: str, shape: Sequence[int]) -> list[StoredPa
     experts = 1 if merged is None else shape[0]
     number = len(saved) // experts  # of the tensors that are joined into one for each expert
     pieces = []
-    for position, (own, part) in enumerate(saved.items()):
+    for position, (stored_name, part) in enumerate(saved.items()):
         box = [slice(0, size) for size in shape]
         source, expert = divmod(position, experts)
         if merged is not None:
@@ -77,7 +77,7 @@ def saved_pieces(library: Any, name: str, shape: Sequence[int]) -> list[StoredPa
         if joined is not None:
             size = shape[joined] // number
             box[joined] = slice(source * size, (source + 1) * size)
-        pieces.append(StoredPart(own, tuple(part.shape), tuple(box), (0,) * part.dim()))
+        pieces.append(StoredPart(stored_name, tuple(part.shape), tuple(box), (0,) * part.dim()))
     return pieces
 
 

@@ -116,11 +116,11 @@ class Transformers(nn.Module):
                 if buffer.is_floating_point():
                     buffer.fill_(math.nan)
             initialize_part(library, module, buffers_alone=True)
-            for own, buffer in buffers.items():
+            for buffer_name, buffer in buffers.items():
                 if buffer.is_floating_point() and buffer.isnan().any():
                     kind = type(library).__name__
                     raise ConfigError(
-                        f"model.path={self.config.path}: transformers gives {name}.{own} of a {kind} no value"
+                        f"model.path={self.config.path}: transformers gives {name}.{buffer_name} of a {kind} no value"
                     )
 
     def initial_distribution(self, fqn: str, config: TransformersConfig) -> Normal | float:

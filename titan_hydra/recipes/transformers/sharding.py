@@ -58,15 +58,15 @@ class LibraryPlan(Plan):
         split = theirs.get("self_attn.q_proj") == "colwise"  # whether a rank has only some heads
         styles: dict[str, ParallelStyle] = {}
         for name, part in block.named_modules():
-            own = dict(part.named_parameters(recurse=False))
-            if not own:
+            parameters = dict(part.named_parameters(recurse=False))
+            if not parameters:
                 continue
             if type(part) is nn.Linear and theirs.get(name) in LINEARS:
                 styles[name] = LINEARS[theirs[name]]
             elif split and name == "self_attn":
                 if wrong := [
                     parameter_name
-                    for parameter_name, weight in own.items()
+                    for parameter_name, weight in parameters.items()
                     if weight.shape != (config.num_attention_heads,)
                 ]:
                     raise ConfigError(

@@ -71,35 +71,35 @@ def select_linears(model: nn.Module, precision: Precision) -> tuple[list[str], d
     for part in precision.skip:
         if not any(part in name for name in (*names, *experts)):
             raise ConfigError(f"precision.skip={part}: no linear's name contains it; one of {', '.join(kinds(names))}")
-    few = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "per_sample", False))
-    left = {}
+    per_sample = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "per_sample", False))
+    reasons = {}
     for name in names:
         module = model.get_submodule(name)
         if "linears" not in parts:
-            left[name] = f"linears, computed in {precision.compute_dtype}"
+            reasons[name] = f"linears, computed in {precision.compute_dtype}"
         elif module is model.output:
-            left[name] = "the head"
+            reasons[name] = "the head"
         elif any(part in name for part in precision.skip):
-            left[name] = "precision.skip"
+            reasons[name] = "precision.skip"
         elif not is_plain(module):
-            left[name] = f"a {type(module).__name__}, with a forward of its own"
+            reasons[name] = f"a {type(module).__name__}, with a forward of its own"
         elif module.in_features % step or module.out_features % step:
-            left[name] = f"{module.in_features} x {module.out_features} is not in steps of {step}"
-        elif name.startswith(few):
-            left[name] = "one row a sample"
+            reasons[name] = f"{module.in_features} x {module.out_features} is not in steps of {step}"
+        elif name.startswith(per_sample):
+            reasons[name] = "one row a sample"
     for name in sorted(experts):
         if "experts" not in parts:
-            left[name] = f"grouped matmuls, computed in {precision.compute_dtype}"
+            reasons[name] = f"grouped matmuls, computed in {precision.compute_dtype}"
         elif any(part in name for part in precision.skip):
-            left[name] = "precision.skip"
+            reasons[name] = "precision.skip"
         elif "format" not in vars(type(model.get_submodule(name))):
-            left[name] = f"a {type(model.get_submodule(name)).__name__}, with a forward of its own"
-    chosen = [name for name in (*names, *sorted(experts)) if name not in left]
+            reasons[name] = f"a {type(model.get_submodule(name)).__name__}, with a forward of its own"
+    chosen = [name for name in (*names, *sorted(experts)) if name not in reasons]
     if not chosen:
         raise ConfigError(
-            f"precision={precision.name}: converts nothing ({'; '.join(grouped(left))}); nearest legal: bf16"
+            f"precision={precision.name}: converts nothing ({'; '.join(grouped(reasons))}); nearest legal: bf16"
         )
-    return chosen, left
+    return chosen, reasons
 
 
 def report_linears(format: str, chosen: list[str], left: dict[str, str], what: str = "linears") -> list[str]:

@@ -82,9 +82,8 @@ def record_messages() -> None:
                     "time": time.time(),
                 }
                 MESSAGES.append(message | {"size": list(operation.tensor.shape), "group": operation.group.group_name})
-            for message in list(MESSAGES)[
-                -64:-16
-            ]:  # handles of completed messages are dropped, so that their tensors are freed
+            # handles of completed messages are dropped, so that their tensors are freed
+            for message in list(MESSAGES)[-64:-16]:
                 if message["work"] is not None and message["work"].is_completed():
                     message["work"] = None
             return works

@@ -103,9 +103,8 @@ class Clock:
         self.own.end()
         self.window.append((seconds, self._data))
         self.disturbed += self.profiled
-        if (
-            not self._first and not self.profiled
-        ):  # the first step includes compilation and the creation of memory pools and communicators
+        # the first step includes compilation and the creation of memory pools and communicators
+        if not self._first and not self.profiled:
             self.steps.append(seconds)
         self._first = False
 

@@ -157,9 +157,9 @@ def namespace_of(cluster: KubernetesCluster) -> Namespace:
     """Return the namespace of a configuration. Keys that are null get their values from kubectl's own configuration.
     Raises KubectlError if there is no such context.
     """
-    own = json.loads(Namespace().call("config", "view", "--output=json"))
-    name = cluster.context or own.get("current-context", "")
-    contexts = {context["name"]: context["context"] for context in own.get("contexts") or []}
+    kubeconfig = json.loads(Namespace().call("config", "view", "--output=json"))
+    name = cluster.context or kubeconfig.get("current-context", "")
+    contexts = {context["name"]: context["context"] for context in kubeconfig.get("contexts") or []}
     if not name:
         raise KubectlError("kubectl: its configuration has no current context: kubectl config use-context NAME")
     if name not in contexts:

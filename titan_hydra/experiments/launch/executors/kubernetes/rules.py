@@ -78,10 +78,10 @@ def tables_have_legal_names(cluster: KubernetesCluster) -> Iterator[Fault]:
 
 def resources_are_quantities(cluster: KubernetesCluster) -> Iterator[Fault]:
     """Each further resource has a quantity, and no other key sets the same resource."""
-    own = {"cpu": "cluster.cpus_per_task", "memory": "cluster.memory", cluster.gpu_resource: "the layout"}
+    from_keys = {"cpu": "cluster.cpus_per_task", "memory": "cluster.memory", cluster.gpu_resource: "the layout"}
     for name, value in cluster.resources.items():
-        if name in own:
-            yield Fault("cluster.resources", name, f"follows from {own[name]}")
+        if name in from_keys:
+            yield Fault("cluster.resources", name, f"follows from {from_keys[name]}")
         elif isinstance(value, bool) or QUANTITY.objection(str(value)):
             yield Fault("cluster.resources", f"{name}: {value}", QUANTITY.objection(str(value)) or "must be a number")
 

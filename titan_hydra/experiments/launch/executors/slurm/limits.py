@@ -50,8 +50,10 @@ def limits_of(cluster: SlurmCluster) -> Iterator[Limit]:
         "withassoc",
         "format=DefaultAccount,Account,Partition,DefaultQOS,MaxWall,MaxTRES",
     )
-    own = [row for row in rows if row[1] == (account or row[0]) and row[2] in ("", partition.get("PartitionName"))]
-    for _, name, _, quality, wall, most in sorted(own, key=lambda row: row[2], reverse=True)[:1]:
+    of_account = [
+        row for row in rows if row[1] == (account or row[0]) and row[2] in ("", partition.get("PartitionName"))
+    ]
+    for _, name, _, quality, wall, most in sorted(of_account, key=lambda row: row[2], reverse=True)[:1]:
         qualities.append(cluster.qos or os.environ.get("SBATCH_QOS", "") or quality)
         yield Limit(f"your association with account {name}", squeue.minutes_of(wall), *_counts(most))
     for name, wall, most in _rows("show", "qos", "format=Name,MaxWall,MaxTRES"):

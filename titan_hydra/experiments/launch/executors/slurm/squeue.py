@@ -111,8 +111,8 @@ def elsewhere(owner: Owner) -> str:
     """Return the name of the cluster to which an attempt was submitted, if that is not the cluster of this machine;
     else "". The SLURM commands on this machine cannot find a job of another cluster.
     """
-    own = owner.get("cluster") and setting("ClusterName")
-    return owner["cluster"] if own and own != owner["cluster"] else ""
+    this_cluster = owner.get("cluster") and setting("ClusterName")
+    return owner["cluster"] if this_cluster and this_cluster != owner["cluster"] else ""
 
 
 def minutes_of(limit: str) -> int | None:

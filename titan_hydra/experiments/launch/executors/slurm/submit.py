@@ -148,13 +148,13 @@ def batch_of(
     The job starts when the jobs in `after` have ended (a text of ids, joined by colons).
     """
     lines = []
-    for cell, own in zip(array.cells, attempts, strict=True):
+    for cell, attempts_of_cell in zip(array.cells, attempts, strict=True):
         shape, config = _shape_of(cell), cell.job.fault_tolerance
         restarts = 0 if config.name == "off" else config.max_restarts
         sizes = [(nodes_of(job), job.gpus) for job in cell.layouts] or [
             (shape.nodes, shape.nodes * shape.ranks_per_node)
         ]
-        lines += [JobLine(sizes, attempt.parents[1], int(attempt.name), restarts) for attempt in own]
+        lines += [JobLine(sizes, attempt.parents[1], int(attempt.name), restarts) for attempt in attempts_of_cell]
     exclude = dict.fromkeys([*array.cluster.exclude, *array.exclude])
     cluster = replace(array.cluster, exclude=[*exclude])
     if after:
@@ -184,7 +184,7 @@ def scripts(cells: list[Cell]) -> Iterable[tuple[Array, str]]:
     for array in planned(cells):
         folder = layout.SWEEPS.of(runs) / "NAME-TIME" / array.token
         homes = [homes_of(cell.directory, cell.job.fault_tolerance.replicas) for cell in array.cells]
-        attempts = [[layout.ATTEMPT.of(home, 1) for home in own] for own in homes]
+        attempts = [[layout.ATTEMPT.of(home, 1) for home in homes_of_cell] for homes_of_cell in homes]
         yield array, batch_of(array, folder, attempts, "NAME-TIME", layout.CODE.of(runs) / "HASH").text
 
 
@@ -292,7 +292,10 @@ def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code
     while first < len(claimed):
         size = min(size, len(claimed) - first)
         some = slice(first, first + size)
-        part, attempts = replace(array, cells=array.cells[some]), [attempt for own in claimed[some] for attempt in own]
+        part, attempts = (
+            replace(array, cells=array.cells[some]),
+            [attempt for of_cell in claimed[some] for attempt in of_cell],
+        )
         if size < len(claimed):
             part = replace(part, token=secrets.token_hex(4))
         try:
@@ -303,7 +306,7 @@ def hand_over(array: Array, claimed: list[list[Path]], folder: Path | None, code
                 size = (size + 1) // 2
                 continue
             if refused := not re.search(NO_ANSWER, reason, re.I):
-                attempts = [attempt for own in claimed[first:] for attempt in own]
+                attempts = [attempt for of_cell in claimed[first:] for attempt in of_cell]
             status = (
                 after_refusal(attempts, len(claimed[first:] if refused else claimed[some]), reason, order.refused)
                 or status
@@ -322,7 +325,7 @@ def _sbatch(array: Array, claimed: list[list[Path]], folder: Path | None, code: 
     name = folder.name if folder else array.cells[0].directory.name
     batch, attempts = (
         batch_of(array, submission_folder, claimed, name, code, after),
-        [attempt for own in claimed for attempt in own],
+        [attempt for of_cell in claimed for attempt in of_cell],
     )
     for cell in array.cells:
         if cell.layouts:
