@@ -195,9 +195,8 @@ def import_trainer() -> None:
     """Import the trainer, and the compiler, which torch's optimizers import at their first step. Imports leave no garbage,
     but searches for it would take a fifth of their time; later searches leave out what is imported.
     """
-    if (
-        "titan_hydra.core.train.loop" in sys.modules
-    ):  # a later cell of cluster=inline: the earlier ones may have left garbage
+    # a later cell of cluster=inline: the earlier ones may have left garbage
+    if "titan_hydra.core.train.loop" in sys.modules:
         return
     gc.disable()  # the loop collects at its own times
     for module in ("torch._dynamo", "titan_hydra.core.train.loop"):

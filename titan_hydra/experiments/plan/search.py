@@ -147,9 +147,8 @@ def _points(job: Job) -> Iterator[Prediction]:
     for layout in _layouts(job):
         for batches in _batches(layout):
             last = next(_legal(batches, reversed(modes)), None)
-            if (
-                last and (memory := in_memory(last)).fits == "no"
-            ):  # a common case: the job does not even fit in the mode that keeps least, so it fits in no mode
+            # a common case: the job does not even fit in the mode that keeps least, so it fits in no mode
+            if last and (memory := in_memory(last)).fits == "no":
                 yield memory
             elif last:
                 fitting = [

@@ -134,9 +134,8 @@ def score_file(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as opened:
         out = sys.stdout
         for scored in score_texts(model_at(args), args.texts, args.text_key, args.context, args.dtype, args.tokenizer):
-            if (
-                args.out and not texts
-            ):  # the file is opened only at the first line, so that an earlier error leaves no empty file
+            # the file is opened only at the first line, so that an earlier error leaves no empty file
+            if args.out and not texts:
                 out = opened.enter_context(_open_new(args.out))
             print(json.dumps(scored), file=out)
             texts, nats, tokens = texts + 1, nats + scored["nats"], tokens + scored["tokens"]

@@ -106,9 +106,8 @@ def secrets_stay_out(job: Job) -> Iterator[Fault]:
     """The configuration holds no secret, because every run directory and report shows the configuration. Ranks get
     secrets from the launcher's environment, which they inherit.
     """
-    for key, secret in redact.found(
-        to_dict(job), dict(os.environ)
-    ):  # a copy of the environment, made once for all texts
+    # a copy of the environment, made once for all texts
+    for key, secret in redact.found(to_dict(job), dict(os.environ)):
         yield Fault(
             key,
             "...",

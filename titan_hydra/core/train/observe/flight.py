@@ -47,10 +47,11 @@ def configure(run: Run) -> None:
     settings["TORCH_NCCL_ENABLE_TIMING"] = (
         "1"  # needed by core/train/observe/stragglers.py, which reads how long collectives took
     )
+    # both variables set the path of NCCL's own dump: the first in new, the second in older releases of torch
     for name in (
         "TORCH_FR_DUMP_TEMP_FILE",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-    ):  # both variables set the path of NCCL's own dump: the first in new, the second in older releases of torch
+    ):
         # torch appends the rank to this path; torch's tool torchfrtrace reads the file
         settings[name] = str(run.attempt / "nccl_trace_")
     for name, value in settings.items():
