@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_hydra.core.base.redact import found, redact, sureness
+from titan_hydra.core.base.redact import redact, secrets_in, sureness
 from titan_hydra.core.job.rules.checks import check
 from titan_hydra.experiments.compose.compose import compose_job
 
@@ -203,7 +203,7 @@ def test_a_configuration_with_secrets_is_refused_without_showing_them(monkeypatc
     assert not any(secret in text for secret in ("whatever", WANDB, HF))
     assert (
         list(
-            found(
+            secrets_in(
                 {
                     "cluster": {
                         "environment": {"TOKENIZERS_PARALLELISM": "false"},

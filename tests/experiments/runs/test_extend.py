@@ -168,7 +168,7 @@ def test_a_checkpoint_after_the_rates_have_parted_must_be_named(a_run):
 def test_the_line_that_a_finished_run_prints_can_be_pasted(a_run, capsys, steps, line):
     make, extend = a_run
     directory = make(*SCHEDULES["wsd"], steps=steps)
-    show.longer(SimpleNamespace(directory=directory, job=load_job(directory), runs=directory.parent))
+    show.suggest_longer_run(SimpleNamespace(directory=directory, job=load_job(directory), runs=directory.parent))
     printed = capsys.readouterr().out
     assert printed.endswith(line) and bool(printed) == bool(line)
     if printed:
@@ -278,5 +278,5 @@ def test_training_longer_is_offered_only_where_it_makes_sense(tmp_path, capsys, 
     job = compose_job("debug=tiny", *own, *words)
     assert (not_extended(job) is not None) is refused
     (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)
-    show.longer(Cell(1, [], job, tmp_path, 1))
+    show.suggest_longer_run(Cell(1, [], job, tmp_path, 1))
     assert ("train longer" in capsys.readouterr().out) is printed

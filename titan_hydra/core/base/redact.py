@@ -99,7 +99,7 @@ def _without_literal(match: re.Match[str], sure: int) -> str:
     return match[0] if harmless or a_name or "[redacted" in value else f"{match['quote']}[redacted]{match['quote']}"
 
 
-def found(content: Any, environment: Mapping[str, str] = os.environ, key: str = "") -> Iterator[tuple[str, str]]:
+def secrets_in(content: Any, environment: Mapping[str, str] = os.environ, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield the dotted key of each secret in a configuration and the reason why it is one, never the value."""
     if isinstance(content, Mapping):
         for name, value in content.items():
@@ -107,9 +107,9 @@ def found(content: Any, environment: Mapping[str, str] = os.environ, key: str = 
             if key == "cluster.environment" and sureness(str(name)):
                 yield inner, f"{name} is a secret by its name"
             else:
-                yield from found(value, environment, inner)
+                yield from secrets_in(value, environment, inner)
     elif isinstance(content, list):
         for value in content:
-            yield from found(value, environment, key)
+            yield from secrets_in(value, environment, key)
     elif isinstance(content, str) and redact(content, environment) != content:
         yield key, "holds a secret"

@@ -180,7 +180,7 @@ def lowest(result: dict[str, Any]) -> str:
     return f", lowest {loss:.4f} at step {step}{', kept' if result.get('best_checkpoint') else ''}"
 
 
-def longer(cell: Cell) -> None:
+def suggest_longer_run(cell: Cell) -> None:
     """Print the `titan resume` command with more steps for a finished run that has left a checkpoint, if the command would be accepted
     and would not train on samples that are stale. If there is only one checkpoint,
     the command names its step, because this checkpoint was written after the learning rate had decayed.

@@ -121,9 +121,9 @@ def main(args: argparse.Namespace) -> int:
     if args.serve:
         from titan_hydra.experiments.report.serve import serve
 
-        serve(lambda: made(args), args.port)
+        serve(lambda: report_of_line(args), args.port)
         return Exit.DONE
-    report = made(args)
+    report = report_of_line(args)
     if all(row.cell.rate is None and row.cell.loss is None for row in report.rows):
         states = ", ".join(f"{row.cell.name}: {row.cell.word}" for row in report.rows[:6]) + (
             ", ..." if len(report.rows) > 6 else ""
@@ -194,7 +194,7 @@ def report_of(
     return report
 
 
-def made(args: argparse.Namespace) -> Report:
+def report_of_line(args: argparse.Namespace) -> Report:
     allowed = {key.strip() for key in args.allow.split(",") if key.strip()}
     report = report_of(args.target, args.runs, args.baseline, allowed, args.over, args.foreign)
     for name, (_, change) in of_all("REPORT_CHANGES").items():

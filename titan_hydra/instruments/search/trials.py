@@ -80,9 +80,9 @@ class SearchPlan:
         reason why there is none.
         """
         if len(self.rungs.steps) == 1:
-            return self.made(trial.overrides, f"trial {trial.number}")
+            return self.compose_trial(trial.overrides, f"trial {trial.number}")
         name = f"trial {trial.number}, {steps} steps"
-        plain, reason = self.made([*trial.overrides, f"steps={steps}"], name)
+        plain, reason = self.compose_trial([*trial.overrides, f"steps={steps}"], name)
         if plain is None:
             return None, reason
         if faults := list(halving_faults(replace(plain.job, steps=self.rungs.steps[-1]), self.search, self.rungs)):
@@ -94,13 +94,13 @@ class SearchPlan:
             except ConfigError as error:
                 return None, str(error)
             more += [f"checkpoint.initial_load_path={as_value(str(path))}", "checkpoint.exclude_from_loading=[]"]
-        return self.made([*trial.overrides, *more], name)
+        return self.compose_trial([*trial.overrides, *more], name)
 
     def repeat(self, trial: SearchTrial, seed: int) -> tuple[Cell | None, str]:
         """Return the cell of a trial's whole run with another seed; or the reason why there is none."""
-        return self.made([*trial.overrides, f"seed={seed}"], f"trial {trial.number}, seed {seed}")
+        return self.compose_trial([*trial.overrides, f"seed={seed}"], f"trial {trial.number}, seed {seed}")
 
-    def made(self, of_cell: list[str], name: str) -> tuple[Cell | None, str]:
+    def compose_trial(self, of_cell: list[str], name: str) -> tuple[Cell | None, str]:
         """Compose and check a cell. Return it, or the first fault."""
         taken = {key_of(override) for override in of_cell}
         overrides = [override for override in self.fixed if key_of(override) not in taken] + of_cell

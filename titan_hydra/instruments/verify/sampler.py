@@ -30,7 +30,7 @@ def draw_jobs(number: int, seed: int, ranks: tuple[int, ...] = (1, 2, 3, 4, 6, 8
     """
     dice = random.Random(seed)
     for index in range(number):
-        while not legal(case := one(dice, index, dice.choice(ranks))):
+        while not legal(case := draw_case(dice, index, dice.choice(ranks))):
             pass
         yield case
 
@@ -44,7 +44,7 @@ def legal(case: Case) -> bool:
     return True
 
 
-def one(dice: random.Random, index: int, ranks: int) -> Case:
+def draw_case(dice: random.Random, index: int, ranks: int) -> Case:
     """Draw a case. Its job may break a rule."""
     degrees = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp"), 1)
     while (left := ranks // math.prod(degrees.values())) > 1:

@@ -107,7 +107,7 @@ def secrets_stay_out(job: Job) -> Iterator[Fault]:
     secrets from the launcher's environment, which they inherit.
     """
     # a copy of the environment, made once for all texts
-    for key, secret in redact.found(to_dict(job), dict(os.environ)):
+    for key, secret in redact.secrets_in(to_dict(job), dict(os.environ)):
         yield Fault(
             key,
             "...",

@@ -36,7 +36,7 @@ class Wait:
     def __str__(self) -> str:
         members = self.operation["ranks"]
         peers = names(members) if len(members) < 9 else f"{len(members)} ranks"
-        return f"{what(self.operation)} of {self.operation['mesh']} ({peers})"
+        return f"{operation_text(self.operation)} of {self.operation['mesh']} ({peers})"
 
 
 class Dump:
@@ -230,7 +230,7 @@ def undecided(dumps: dict[int, Dump], waits: list[Wait]) -> Verdict:
     return Verdict(None, None, line, text)
 
 
-def what(operation: Operation) -> str:
+def operation_text(operation: Operation) -> str:
     """Format an operation's name, number and sizes."""
     preposition = {"send": " to", "recv": " from"}.get(operation["op"], "")
     peer = f"{preposition} rank {operation['peer']}" if "peer" in operation else ""

@@ -53,7 +53,7 @@ def conclude(
     if len(cells) > 1:
         show.results(cells, states)
     elif states[0].kind == "done":
-        show.longer(cells[0])
+        show.suggest_longer_run(cells[0])
     if interrupts.received and any(state.kind != "done" for state in cut):
         return interrupts.status
     return next(filter(None, map(rundir.result_status, ended)), Exit.DONE)
