@@ -44,7 +44,7 @@ VALUES: list[Rule] = []  # keys whose values must satisfy more than a range
 LAYOUT: list[Rule] = []  # whether degrees, model and batch fit together
 RECIPE: list[Rule] = []  # whether techniques can be combined
 PLACE: list[Rule] = []  # the machine and its files
-FILES: list[Rule] = data.PLACE  # of the place, the files of data
+FILES: list[Rule] = [*data.PLACE]  # of the place, the files of data
 PASS: list[Rule] = [data.one_pass_is_counted]  # what only the whole data can tell
 
 
