@@ -4,6 +4,7 @@ from tests.equivalence.mutants.mutant import Mutant
 
 LOSSES, ROWS = "recipes/policy/objectives.py", "recipes/policy/rows.py"
 PAIRS, ROLLOUTS = "dpo, against float64", "policy, against float64"
+STEERED = "policy with a reference, against float64"
 TESTS = "tests/recipes/policy/test_policy.py"
 PAPER, CLIPPED = f"{TESTS}::test_preference_is_the_papers_formula", f"{TESTS}::test_policy_is_the_papers_formula"
 
@@ -43,6 +44,11 @@ OF_ROLLOUTS = [
            'name: Dims(sequence=1) for name in ("old_logprobs"', 'name: Dims(sequence=1 if name != "advantages" else None) for name in ("old_logprobs"',
            "Each context-parallel rank has the advantages of the whole sequence.", ("policy, cp 2",),
            (f"{TESTS}::test_policies_are_the_same_on_every_layout",)),
+    Mutant("the divergence is that of the model from the reference, turned round", "policy", LOSSES,
+           'back = batch["ref_logprobs"] - logs', 'back = logs - batch["ref_logprobs"]',
+           "The estimate has another gradient.", (STEERED,), (CLIPPED,)),
+    Mutant("the upper clip is the lower one", "policy", LOSSES, "above = keys.clip if keys.clip_high is None else keys.clip_high",
+           "above = keys.clip", "objective.clip_high is not read.", (STEERED,), (CLIPPED,)),
     Mutant("columns are counted on every tp rank", "policy, tp", "core/train/trainer.py",
            "values = torch.cat([share[:1], onto(self.device, asked), share[1:]])",
            "values = torch.cat([share[:1], onto(self.device, asked), shares.flatten().double()[1:]])",

@@ -14,10 +14,15 @@ LAYOUTS = (
 QUICK = ("dpo, fsdp 2", "policy, fsdp 2", "policy, cp 2")
 
 
+def data_of(source: str, seq_len: int) -> tuple[str, ...]:
+    """Return the overrides for a file of the package."""
+    return (f"data={source}", f"data.path={ASSETS / source}.jsonl", f"data.seq_len={seq_len}", "model.vocab_size=4096")
+
+
 def of(name: str, source: str, seq_len: int, layouts: tuple = LAYOUTS) -> list[Case]:
     """Return the cases of an objective on a file of the package: against one process, also in bf16, and
     against float64."""
-    base = (f"data={source}", f"data.path={ASSETS / source}.jsonl", f"data.seq_len={seq_len}", "model.vocab_size=4096")
+    base = data_of(source, seq_len)
     against_one_process = [
         case(
             f"{name}, {layout}",
@@ -41,4 +46,17 @@ def of(name: str, source: str, seq_len: int, layouts: tuple = LAYOUTS) -> list[C
 # The objective of pairs needs whole documents, so it has no case with context parallelism. Samples have room for two
 # pairs, so that their numbers of pairs differ.
 OF_PAIRS = of("dpo", "preference", 128, tuple(layout for layout in LAYOUTS if layout[0] != "cp 2"))
-OF_ROLLOUTS = of("policy", "rollouts", 32)
+STEERED = {"base": (*data_of("rollouts", 32), "objective.kl=0.3", "objective.clip_high=0.28")}
+OF_ROLLOUTS = [
+    *of("policy", "rollouts", 32),
+    case("policy with a reference, against float64", 1, "parallelism=single", "data.local_batch=4", **EXACT | STEERED),
+    case(
+        "policy with a reference, tp 2",
+        2,
+        "parallelism=tp",
+        "data.local_batch=16",
+        **STEERED,
+        gradients=2e-5,
+        slow=True,
+    ),
+]

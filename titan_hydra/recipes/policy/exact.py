@@ -41,9 +41,12 @@ def preference(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tu
 
 
 def clipped(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple[Tensor, int]:
-    """Return the summed loss of the sampled tokens in a batch, and their number (arXiv 1707.06347, equation 7)."""
+    """Return the summed loss of the sampled tokens in a batch, and their number (arXiv 1707.06347, equation 7), with the
+    upper clip of arXiv 2503.14476 and the divergence from a reference of arXiv 2402.03300, equation 4.
+    """
     keys: Any = job.objective
-    labels, old, advantages = (torch.full(batch["tokens"].shape, -1), *torch.zeros(2, *batch["tokens"].shape).double())
+    shape = batch["tokens"].shape
+    labels, old, advantages, reference = (torch.full(shape, -1), *torch.zeros(3, *shape).double())
     rows = [row | {"advantages": _each(row)} for row in _rows(job)]
     for sample, (tokens, documents) in enumerate(zip(batch["tokens"], batch["documents"], strict=True)):
         for document in range(int(documents.max()) + 1):
@@ -60,9 +63,13 @@ def clipped(weights: Weights, batch: Weights, job: Job, routed: Routed) -> tuple
                     labels[sample, at] = row["tokens"][number]
                     old[sample, at] = row["old_logprobs"][number - prompt]
                     advantages[sample, at] = row["advantages"][number - prompt]
-    ratios = (logs_of_labels(weights, batch, labels, job, routed) - old).exp()
-    bounded = ratios.clamp(min=1 - keys.clip).clamp(max=1 + keys.clip)
+                    reference[sample, at] = row["ref_logprobs"][number - prompt] if keys.kl else 0
+    logs = logs_of_labels(weights, batch, labels, job, routed)
+    ratios = (logs - old).exp()
+    bounded = ratios.clamp(min=1 - keys.clip).clamp(max=1 + (keys.clip_high or keys.clip))
     gains = torch.stack((ratios * advantages, bounded * advantages)).amin(0)
+    if keys.kl:
+        gains = gains - keys.kl * ((reference - logs).exp() - 1 - (reference - logs))
     return -gains[labels >= 0].sum(), int((labels >= 0).sum())
 
 
