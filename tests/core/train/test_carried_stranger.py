@@ -144,10 +144,13 @@ def test_every_word_uses_its_folder(own, tmp_path, capsys, monkeypatch):
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "It is 7."}) + "\n")
     pair = {"prompt": "3+4?", "chosen": "It is 7.", "rejected": "It is 8."}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    drawn = {"tokens": [1, 2, 3, 4], "old_logprobs": [-1.0, -1.0], "advantages": 1.0}
+    (tmp_path / "drawn.jsonl").write_text(json.dumps(drawn) + "\n")
     words = {
         "generate": ["--prompt", "It", "--max-tokens", "3"],
         "generate chat": ["--prompt", "3+4?", "--max-tokens", "3"],
         "generate scores": [tmp_path / "texts.jsonl"],
+        "data score-rollouts": [tmp_path / "drawn.jsonl", "--out", tmp_path / "rescored.jsonl"],
         "data score-pairs": [tmp_path / "pairs.jsonl", "--out", tmp_path / "scored.jsonl"],
         "checkpoint import": [tmp_path / "back"],
     }

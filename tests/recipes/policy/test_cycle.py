@@ -20,7 +20,7 @@ STEER = ("optimizer.lr=5e-3", "lr_scheduler.warmup_steps=0", "objective.kl=0.05"
 
 
 def draw(run, file, seed):
-    """Write answers of a run's model, with the advantages of a reward for tokens below 256: that of an answer, minus the
+    """Write answers of a run's model, with the advantages of a reward for tokens below 256: that of a token, minus the
     mean. `old_logprobs` are to be scored. Return the mean reward.
     """
     opened = open_model(run)
@@ -29,11 +29,15 @@ def draw(run, file, seed):
     for number in range(ANSWERS):
         prompt = [10 + number % 7, 20 + number % 5]
         answers.append((prompt, list(continuation(model, prompt, LENGTH, Sampling(), seed + number, 4096))))
-    rewards = [sum(token < 256 for token in answer) / LENGTH for _, answer in answers]
-    mean = sum(rewards) / len(rewards)
+    rewards = [[float(token < 256) for token in answer] for _, answer in answers]
+    mean = sum(map(sum, rewards)) / ANSWERS / LENGTH
     lines = [
-        {"tokens": prompt + answer, "old_logprobs": [0.0] * LENGTH, "advantages": 4 * (reward - mean)}
-        for (prompt, answer), reward in zip(answers, rewards, strict=True)
+        {
+            "tokens": prompt + answer,
+            "old_logprobs": [0.0] * LENGTH,
+            "advantages": [reward - mean for reward in numbers],
+        }
+        for (prompt, answer), numbers in zip(answers, rewards, strict=True)
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return mean

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from titan_hydra.core.base.errors import ConfigError, Exit
 from titan_hydra.core.job.config.fault import bad_value, counted
+from titan_hydra.core.job.config.files import require_new
 
 from .command_model import add_model, model_at
 
@@ -126,8 +127,8 @@ def score_file(args: argparse.Namespace) -> int:
     """Write a line for each text, and print the mean log-probability of all texts."""
     if args.context is not None and args.context < 1:
         raise bad_value("--context", args.context, "must be at least 1", 1)
-    if args.out and args.out.exists():
-        raise ConfigError(f"--out={args.out}: exists already")
+    if args.out:
+        require_new(args.out)
     from titan_hydra.core.train.score import score_texts
 
     texts = nats = tokens = 0

@@ -93,7 +93,10 @@ def _score_rows(
     for number, row in rows.items():
         whole = record_of(reader.lines.row(number)[1]) | scored(model, row)
         lines.append(json.dumps(whole, ensure_ascii=False, default=str) + "\n")
-    write_text(out, "".join(lines))
+    try:
+        write_text(out, "".join(lines))
+    except OSError as error:
+        raise ConfigError(f"--out={out}: {error.strerror}") from error
     return len(rows)
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from titan_hydra.core.base.errors import ConfigError, Exit
+from titan_hydra.core.job.config.files import require_new
 from titan_hydra.experiments.runs.bad_rows import RowsLeftOut, add_max_bad_rows
 from titan_hydra.experiments.runs.command_model import add_model, model_at
 
@@ -60,8 +61,7 @@ def _write(args: argparse.Namespace, rows: str, score: Callable[..., int]) -> in
     """Score the rows of a file into a new file, and print their number."""
     if not args.file.is_file():
         raise ConfigError(f"{args.file}: no such file")
-    if args.out.exists():
-        raise ConfigError(f"--out={args.out}: exists already")
+    require_new(args.out)
     bad = RowsLeftOut(args.max_bad_rows)
     number = score(model_at(args), args.file, args.out, dtype=args.dtype, tokenizer_file=args.tokenizer, bad=bad)
     print(f"{args.out}: {number:,} {rows}{bad}")

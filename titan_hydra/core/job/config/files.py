@@ -245,6 +245,16 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
+def require_new(out: Path) -> None:
+    """Raise ConfigError if --out names what exists already, or lies in no folder in which files can be written."""
+    if out.exists():
+        raise ConfigError(f"--out={out}: exists already")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out={out}: there is no folder {out.parent}")
+    if not os.access(out.parent, os.W_OK):
+        raise ConfigError(f"--out={out}: cannot be written: {out.parent} may not be written by this user")
+
+
 def write_text(path: Path, text: str, durable: bool = True) -> None:
     """Write a small file atomically: a reader sees either the old content or the new one. If `durable`, this holds even
     after a power cut.
