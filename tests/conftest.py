@@ -57,6 +57,7 @@ QUICK_LAYOUTS = (
 # These tests are left out by default; `.ci/run` runs them with `pytest -m "long and not slow"`. They take long, and for
 # each of them the default suite has a shorter, similar test. equivalence/cover.py chooses the matrix's long cases.
 LONG = (
+    "recipes/policy/test_cycle.py::test_the_cycle_goes_round_three_times_and_over_a_kill",
     "recipes/policy/test_one_pass.py::test_each_row_is_trained_on_once_in_real_runs",
     "test_transcripts.py::test_the_readme_shows",
     "recipes/transformers/test_transformers.py::test_every_family_has_transformers_gradients",

@@ -14,13 +14,13 @@ from titan_hydra import cli
 from titan_hydra.core.checkpoint.opened import open_model
 from titan_hydra.core.train.generate import Sampling, continuation, load_model
 
-ANSWERS, LENGTH = 96, 12
+ANSWERS, LENGTH, IDS = 96, 12, 64  # answers are drawn from the first ids
 TINY = ("debug=tiny", "precision=fp32", "data.seq_len=64", "model.vocab_size=4096", "metrics.log_every=1")
 STEER = ("optimizer.lr=5e-3", "lr_scheduler.warmup_steps=0", "objective.kl=0.05", "objective.clip_high=0.28")
 
 
 def draw(run, file, seed):
-    """Write answers of a run's model, with the advantages of a reward for tokens below 256: that of a token, minus the
+    """Write answers of a run's model, with the advantages of a reward for some tokens: that of a token, minus the
     mean. `old_logprobs` are to be scored. Return the mean reward.
     """
     opened = open_model(run)
@@ -28,8 +28,8 @@ def draw(run, file, seed):
     answers = []
     for number in range(ANSWERS):
         prompt = [10 + number % 7, 20 + number % 5]
-        answers.append((prompt, list(continuation(model, prompt, LENGTH, Sampling(), seed + number, 4096))))
-    rewards = [[float(token < 256) for token in answer] for _, answer in answers]
+        answers.append((prompt, list(continuation(model, prompt, LENGTH, Sampling(), seed + number, IDS))))
+    rewards = [[float(token < IDS // 4) for token in answer] for _, answer in answers]
     mean = sum(map(sum, rewards)) / ANSWERS / LENGTH
     lines = [
         {

@@ -28,12 +28,17 @@ def document_offsets(ends: Tensor) -> Tensor:
     return F.pad((ends + samples * ends[:, -1:]).flatten(), (1, 0))
 
 
+def document_numbers(offsets: Tensor, batch: int, seq: int) -> Tensor:
+    """Return the number of each token's document [batch, seq], counted over all samples."""
+    tokens = torch.arange(batch * seq, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets, tokens, right=True).view(batch, seq)
+
+
 def document_mask(ends: Tensor, seq: int) -> Tensor:
     """Return the mask [batch, 1, seq, seq] of all pairs of tokens. It is True where a token attends to another: to
     itself, and to earlier tokens of its document.
     """
-    tokens = torch.arange(seq, device=ends.device, dtype=ends.dtype).repeat(len(ends), 1)
-    document = torch.searchsorted(ends, tokens, right=True)
+    document = document_numbers(document_offsets(ends), len(ends), seq)
     return (document.unsqueeze(2) == document.unsqueeze(1)).tril().unsqueeze(1)
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from .documents import document_numbers
+
 CHUNK = 2**24  # number of logits that are computed at a time
 
 
@@ -24,7 +26,7 @@ def largest_logits(q: Tensor, k: Tensor, documents: Tensor | None, starts: list[
     batch, heads, length, width = q.shape
     shared, seq = k.shape[1:3]
     if documents is not None and documents.dtype != torch.bool:
-        documents = _numbers(documents, batch, seq)
+        documents = document_numbers(documents, batch, seq)
     rows = min(max(chunk // (batch * heads * seq), 1), part := length // len(starts))
     keys, largest = k.transpose(2, 3).flatten(0, 1), q.new_full((heads,), -torch.inf, dtype=torch.float32)
     for number, start in enumerate(starts):
@@ -50,12 +52,6 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
     if q.is_cuda and q.dtype != torch.float32:
         return torch.bmm(q, k, out_dtype=torch.float32)
     return q.float() @ k.float()
-
-
-def _numbers(offsets: Tensor, batch: int, seq: int) -> Tensor:
-    """Return the number of each token's document [batch, seq]."""
-    tokens = torch.arange(batch * seq, device=offsets.device, dtype=offsets.dtype)
-    return torch.searchsorted(offsets, tokens, right=True).view(batch, seq)
 
 
 def _apart(documents: Tensor, first: int, last: int) -> Tensor:
