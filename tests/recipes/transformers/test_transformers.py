@@ -115,6 +115,11 @@ def test_the_table_is_what_was_proven():
     assert {key: word for key, (word, _) in table.results(FAMILIES).items()} == table.expected_words()
 
 
+def test_techniques_go_together():
+    found = table.results(("qwen3", "gpt_oss"), table.TOGETHER)
+    assert {word for word, _ in found.values()} == {"yes"}, found
+
+
 def test_the_page_shows_the_table():
     page = (Path(__file__).parents[3] / "docs/transformers.md").read_text()
     titles, _, *expected = table.lines(table.expected_words())
@@ -251,6 +256,13 @@ def test_keys_replace_what_config_json_says(tmp_path):
         ("llama", {}, ("parallelism=tp", "parallelism.tp=4", "gpus=4", TP), "parallelism.tp", "nearest legal: 2"),
         ("granite", {}, ("parallelism=tp", "gpus=2", TP), "parallelism.tp", "proven for llama, qwen2"),
         ("granite", {}, ("data.document_mask=true",), "data.document_mask", "nearest legal: false"),
+        (
+            "llama",
+            {},
+            ("parallelism=tp", "gpus=2", TP, "precision=float8_emulate"),
+            "parallelism.tp",
+            "nearest legal: 1",
+        ),
         ("llama", {}, ("parallelism=cp", "gpus=2"), "parallelism.cp", "nearest legal: 1"),
         ("granite", {}, ("parallelism=pp", "gpus=2"), "parallelism.pp", "proven for llama, qwen2"),
         ("qwen3", {}, ("parallelism=pp", "gpus=2"), "model.tie_embeddings", "nearest legal: false"),

@@ -61,7 +61,10 @@ class LibraryPlan(Plan):
             parameters = dict(part.named_parameters(recurse=False))
             if not parameters:
                 continue
-            if type(part) is nn.Linear and theirs.get(name) in LINEARS:
+            if theirs.get(name) in LINEARS and isinstance(part, nn.Linear):
+                if type(part) is not nn.Linear:  # one that is held whole would compute all heads on every rank
+                    reason = f"{name} of a {type(block).__name__} is a {type(part).__name__}, which is not split"
+                    raise ConfigError(f"parallelism.tp: {reason}; nearest legal: 1")
                 styles[name] = LINEARS[theirs[name]]
             elif split and name == "self_attn":
                 if wrong := [
