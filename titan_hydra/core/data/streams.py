@@ -170,7 +170,7 @@ class Stream:
                     yield Document(turn, row, number, 0, tokens)
                 else:
                     for begin, ids in self._pieces(text, piece):
-                        yield Document(turn, row, number, begin, ids, text)
+                        yield Document(turn=turn, row=row, place=number, piece=begin, tokens=ids, text=text)
                 piece = 0
             place = 0
 

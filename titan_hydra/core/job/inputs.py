@@ -131,7 +131,14 @@ def _inputs(prefix: str, section: Any) -> Iterator[Input]:
             of_source = suffixes if spec.name in ("path", "validation_path") else ()
             names, several = WEIGHTS if word == "weights" else (), isinstance(value, list)
             for path in value if several else [value] if value else []:
-                yield Input(key, word, path, of_source, f"{key}[{path}]" if several else key, names)
+                yield Input(
+                    key=key,
+                    word=word,
+                    path=path,
+                    suffixes=of_source,
+                    name=f"{key}[{path}]" if several else key,
+                    names=names,
+                )
                 if word == "tokenizer" and path.endswith(".json"):
                     yield Input(key, word, path, name=f"{key}{AND_BESIDE}", beside=BESIDE)
         elif dataclasses.is_dataclass(value):

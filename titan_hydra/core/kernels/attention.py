@@ -54,16 +54,16 @@ def call_on(q: Tensor, v: Tensor, causal: bool, masked: bool = False, ring: bool
     """Return the facts on which the choice of a kernel depends, for queries and values [batch, heads, seq, head_dim]."""
     machine = machine_of(q.device.index or 0) if q.is_cuda else None
     return Call(
-        q.device.type,
-        DTYPES[q.dtype],
-        q.shape[-1],
-        v.shape[-1],
-        v.shape[2],
-        causal,
-        masked,
-        ring,
-        torch.are_deterministic_algorithms_enabled(),
-        machine,
+        device=q.device.type,
+        dtype=DTYPES[q.dtype],
+        width=q.shape[-1],
+        value_width=v.shape[-1],
+        keys=v.shape[2],
+        causal=causal,
+        masked=masked,
+        ring=ring,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        machine=machine,
     )
 
 

@@ -119,7 +119,7 @@ def build_mesh(degrees: Parallelism, device_type: str, sparse: bool = False) -> 
             fsdp = concatenate([world["dp_replicate"], fsdp])
     batch, loss, stage = (_group(world, dims) for dims in (DEGREES[1:3], DEGREES[1:4], DEGREES[1:]))
     experts = experts_mesh(degrees, device_type) if sparse and degrees.ep * degrees.tp > 1 else None
-    return Mesh(degrees, world, fsdp, batch, loss, stage, experts)
+    return Mesh(degrees=degrees, world=world, fsdp=fsdp, batch=batch, loss=loss, stage=stage, experts=experts)
 
 
 def experts_mesh(degrees: Parallelism, device_type: str) -> DeviceMesh:

@@ -184,7 +184,17 @@ class Parts:
         if job.optimizer.ema_decay:
             ema.follow_weights(optimizers, job.optimizer.ema_decay)
         return Trainer(
-            job, self.mesh, device, objective, model, masters, step, optimizers, self.parameters, self.notes, clip=clip
+            job=job,
+            mesh=self.mesh,
+            device=device,
+            objective=objective,
+            model=model,
+            masters=masters,
+            step=step,
+            optimizers=optimizers,
+            parameters=self.parameters,
+            notes=self.notes,
+            clip=clip,
         )
 
 

@@ -138,7 +138,19 @@ def examine(
             (faults if refused else notices).append(fault)
     if faults:
         return None, faults, notices
-    return Cell(number, typed, job, rundir.directory_of(job), of, predictions[0], layouts), faults, notices
+    return (
+        Cell(
+            number=number,
+            overrides=typed,
+            job=job,
+            directory=rundir.directory_of(job),
+            of=of,
+            prediction=predictions[0],
+            layouts=layouts,
+        ),
+        faults,
+        notices,
+    )
 
 
 def without_twins(cells: list[Cell]) -> Iterable[Cell]:

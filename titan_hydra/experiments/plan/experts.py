@@ -102,19 +102,19 @@ def experts_of(job: Job) -> ExpertShape | None:
     model, layout = sparse(job), job.parallelism
     ranks = layout.dp_shard * layout.cp * layout.tp
     return ExpertShape(
-        model.n_experts,
-        layout.ep,
-        ranks // layout.ep,
-        model.experts_per_token / layout.tp,
-        model.dim,
-        model.expert_dim,
-        SIZE[job.precision.compute_dtype],
-        model.first_k_dense_replace,
-        layout.tp,
-        model.experts_per_token,
-        model.n_group,
-        model.topk_group,
-        job.debug.balance_experts,
+        number=model.n_experts,
+        ep=layout.ep,
+        shards=ranks // layout.ep,
+        rows=model.experts_per_token / layout.tp,
+        dim=model.dim,
+        width=model.expert_dim,
+        used=SIZE[job.precision.compute_dtype],
+        dense=model.first_k_dense_replace,
+        sequence=layout.tp,
+        chosen_experts=model.experts_per_token,
+        groups=model.n_group,
+        chosen_groups=model.topk_group,
+        in_turn=job.debug.balance_experts,
     )
 
 

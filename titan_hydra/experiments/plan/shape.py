@@ -412,22 +412,22 @@ def _of_stacks(job: Job, stacks: tuple[Stack, ...]) -> Shape:
     around = family.parameters(job.model) - sum(stack.depth * stack.parameters for stack in stacks)
     last = min(2 * job.model.dim**2, around)  # parameters of the output's modulation, which are counted as a head
     shape = Shape(
-        job,
-        (),
-        0,
-        (0,),
-        0,
-        around - last,
-        last,
-        (0,),
-        [[0]],
-        1,
-        samples,
-        samples * job.data.seq_len / degrees.cp,
-        local_batches(job),
-        shards,
-        shards * degrees.dp_replicate > 1,
-        None,
+        job=job,
+        linears=(),
+        block=0,
+        dense=(0,),
+        lighter=0,
+        embedding=around - last,
+        head=last,
+        layers=(0,),
+        stages=[[0]],
+        microbatches=1,
+        samples=samples,
+        tokens=samples * job.data.seq_len / degrees.cp,
+        rounds=local_batches(job),
+        shards=shards,
+        wrapped=shards * degrees.dp_replicate > 1,
+        experts=None,
     )
     *first, end = (_of_stack(shape, stack) for stack in stacks if stack.depth)
     return replace(end, embedding=shape.embedding, head=last, before=tuple(first))

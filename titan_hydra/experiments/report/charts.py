@@ -156,7 +156,9 @@ def lines_of(
         errors = row.cell.errors if name == "loss" and isinstance(row.cell, Mean) else {}
         low = [loss - errors.get(step, 0) for step, loss in points.items()] if errors else []
         high = [loss + errors.get(step, 0) for step, loss in points.items()] if errors else []
-        lines.append(Curve(number, _label(report, row), list(points), list(points.values()), low, high))
+        lines.append(
+            Curve(row=number, label=_label(report, row), x=list(points), y=list(points.values()), low=low, high=high)
+        )
     return Lines(name, title, unit, lines)
 
 

@@ -210,7 +210,18 @@ def foreign_rows(cells: Sequence[ForeignCell], baseline: ReportCell) -> tuple[li
         doubt = ""
         if not speed and cell.rate and baseline.rate:
             difference, noise, doubt = speed_of(cell, baseline, 0.0)
-        rows.append(ReportRow(cell, cell.name, False, difference, noise, doubt, None, own_band))
+        rows.append(
+            ReportRow(
+                cell=cell,
+                label=cell.name,
+                baseline=False,
+                difference=difference,
+                noise=noise,
+                doubt=doubt,
+                change=None,
+                band=own_band,
+            )
+        )
         notes.append(_note(cell, losses or (None if own_band else "no step is logged by both runs"), speed))
     return rows, notes
 

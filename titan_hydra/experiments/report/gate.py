@@ -102,7 +102,14 @@ def checks_of(gate: Gate, target: str | None, runs: Path, allowed: Set[str]) -> 
     try:
         selection = choose(target, runs)
     except (ConfigError, OSError) as error:
-        yield GateCheck("failed_cells", None, False, None, gate.failed_cells, f"cannot be judged: {error}")
+        yield GateCheck(
+            name="failed_cells",
+            cell=None,
+            passed=False,
+            value=None,
+            allowed=gate.failed_cells,
+            reason=f"cannot be judged: {error}",
+        )
         return
     cells = [cell for cell in gather(selection) if not cell.repeat]
     named = dict(zip(labels(cells, selection.manifest is not None), cells, strict=True)) if cells else {}
@@ -110,7 +117,14 @@ def checks_of(gate: Gate, target: str | None, runs: Path, allowed: Set[str]) -> 
     done = {label: cell for label, cell in named.items() if cell.done}
     wanted = [name for name in TABLE if getattr(gate, name) is not None]
     for name in [*wanted, *(["step_seconds"] if gate.speed_baseline else [])] if not done else ():
-        yield GateCheck(name, None, False, None, getattr(gate, name, None), "cannot be judged: no run is done")
+        yield GateCheck(
+            name=name,
+            cell=None,
+            passed=False,
+            value=None,
+            allowed=getattr(gate, name, None),
+            reason="cannot be judged: no run is done",
+        )
     for name in wanted:
         for label, cell in done.items():
             yield _number(name, label, cell, getattr(gate, name))
@@ -123,20 +137,50 @@ def _failed(gate: Gate, named: dict[str, ReportCell]) -> Iterator[GateCheck]:
     lost = [label for label, cell in named.items() if cell.lost or cell.state.kind == "interrupted"]
     reason = ", ".join(f"{label} ({named[label].word})" for label in lost) or None
     if named:
-        yield GateCheck("failed_cells", None, len(lost) <= gate.failed_cells, len(lost), gate.failed_cells, reason)
+        yield GateCheck(
+            name="failed_cells",
+            cell=None,
+            passed=len(lost) <= gate.failed_cells,
+            value=len(lost),
+            allowed=gate.failed_cells,
+            reason=reason,
+        )
     else:
-        yield GateCheck("failed_cells", None, False, None, gate.failed_cells, "cannot be judged: no runs")
+        yield GateCheck(
+            name="failed_cells",
+            cell=None,
+            passed=False,
+            value=None,
+            allowed=gate.failed_cells,
+            reason="cannot be judged: no runs",
+        )
     for label, cell in named.items():
         if not cell.done and label not in lost:
-            yield GateCheck("failed_cells", label, False, None, None, f"cannot be judged: {cell.word}")
+            yield GateCheck(
+                name="failed_cells",
+                cell=label,
+                passed=False,
+                value=None,
+                allowed=None,
+                reason=f"cannot be judged: {cell.word}",
+            )
 
 
 def _number(name: str, label: str, cell: ReportCell, limit: float) -> GateCheck:
     value = {"mean_loss": cell.loss, "held_out_loss": cell.held_out, "memory_gib": cell.memory}[name]
     if value is None:
-        return GateCheck(name, label, False, None, limit, f"cannot be judged: the run has no {name}")
+        return GateCheck(
+            name=name,
+            cell=label,
+            passed=False,
+            value=None,
+            allowed=limit,
+            reason=f"cannot be judged: the run has no {name}",
+        )
     if not isfinite(value):
-        return GateCheck(name, label, False, None, limit, f"{value} is not a finite number")
+        return GateCheck(
+            name=name, cell=label, passed=False, value=None, allowed=limit, reason=f"{value} is not a finite number"
+        )
     return GateCheck(name, label, value <= limit, value, limit)
 
 
@@ -186,7 +230,7 @@ def _speed(label: str, cell: ReportCell, baseline: ReportCell, tolerance: float,
     basis = f"the baseline's {len(reference)} rows have a mean of {usual:.4g} s and a spread of {spread:.2g} s"
     if cell.busy or baseline.busy:
         basis += "; other programs used the machine"
-    return GateCheck("step_seconds", label, value <= limit, value, limit, basis)
+    return GateCheck(name="step_seconds", cell=label, passed=value <= limit, value=value, allowed=limit, reason=basis)
 
 
 def step_times(cell: ReportCell) -> list[float]:

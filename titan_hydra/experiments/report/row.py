@@ -135,7 +135,16 @@ def against(cell: ReportCell, label: str, baseline: ReportCell, allowed: set[str
         and compare.same(cell, baseline, compare.LEARNING)
     )
     own_band = band(baseline, cell) if comparable else None
-    return ReportRow(cell, label, False, difference, noise, doubt, loss_change(cell, baseline), own_band)
+    return ReportRow(
+        cell=cell,
+        label=label,
+        baseline=False,
+        difference=difference,
+        noise=noise,
+        doubt=doubt,
+        change=loss_change(cell, baseline),
+        band=own_band,
+    )
 
 
 def speed_of(cell: ReportCell, baseline: ReportCell, drift: float) -> tuple[float, float | None, str]:

@@ -325,7 +325,16 @@ def build(
     chosen = choose_baseline(cells, shown, baseline or of_sweep)
     drift = max((abs(cell.rate / chosen.rate - 1) for cell in repeats if cell.rate and chosen.rate), default=0.0)
     rows = [against(cell, label, chosen, allowed, drift) for cell, label in zip(cells, shown, strict=True)]
-    return Report(selection.name, rows, repeats, differing, allowed, selection, over, waiting)
+    return Report(
+        name=selection.name,
+        rows=rows,
+        repeats=repeats,
+        found=differing,
+        allowed=allowed,
+        selection=selection,
+        over=over,
+        waiting=waiting,
+    )
 
 
 def begun_cells(cells: list[ReportCell]) -> tuple[list[ReportCell], str, set[str]]:

@@ -117,12 +117,12 @@ def score(row: Row) -> Scored:
         and "Simple" not in str(row.get("compile"))
     )
     return Scored(
-        row,
-        tuple(overrides),
-        (measured_speed(row, job), time.speed(job, shape=shape).tokens_per_second),
-        (row["memory_gib"], peak) if "memory_gib" in row and known else None,
-        apart,
-        shape,
+        row=row,
+        overrides=tuple(overrides),
+        speed=(measured_speed(row, job), time.speed(job, shape=shape).tokens_per_second),
+        memory=(row["memory_gib"], peak) if "memory_gib" in row and known else None,
+        apart=apart,
+        shape=shape,
     )
 
 

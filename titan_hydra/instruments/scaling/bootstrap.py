@@ -136,12 +136,12 @@ def leave_out(ladder: Ladder, left: int, mask: Any, draws: int, seed: int) -> Le
     for_cell = Drawn(drawn.fit, drawn.laws, drawn.noise ** (1 / np.sqrt(ladder.runs[left])))
     n, d = float(ladder.parameters[left]), float(ladder.tokens[left])
     return LeftOut(
-        n,
-        d,
-        float(ladder.losses[left]),
-        for_cell.predicted(n, d),
-        int(mask.sum()),
-        factor_beyond(ladder.only(mask), n, d),
+        parameters=n,
+        tokens=d,
+        measured=float(ladder.losses[left]),
+        predicted=for_cell.predicted(n, d),
+        cells=int(mask.sum()),
+        factor=factor_beyond(ladder.only(mask), n, d),
     )
 
 

@@ -147,13 +147,13 @@ def fit_law(ladder: Ladder) -> LawFit:
     residuals = -problem.residuals(solved, logs)
     noise = float(np.sqrt(np.sum(residuals**2) / (len(residuals) - PARAMETERS)))
     return LawFit(
-        ladder,
-        Law(*map(float, astuple(problem.law(solved)))),
-        residuals,
-        noise,
-        delta,
-        solved,
-        problem.at_bound(solved),
+        ladder=ladder,
+        law=Law(*map(float, astuple(problem.law(solved)))),
+        residuals=residuals,
+        noise=noise,
+        delta=delta,
+        unknowns=solved,
+        at_bound=problem.at_bound(solved),
     )
 
 

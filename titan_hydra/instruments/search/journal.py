@@ -274,7 +274,14 @@ def _read(frozen: Any) -> SearchTrial:
     objectives = list(frozen.values) if state == COMPLETE else []
     values = dict(frozen.intermediate_values)
     return SearchTrial(
-        frozen.number, attrs["overrides"], frozen.params, state, values, objectives, runs, attrs.get("reason", "")
+        number=frozen.number,
+        overrides=attrs["overrides"],
+        params=frozen.params,
+        state=state,
+        values=values,
+        objectives=objectives,
+        runs=runs,
+        reason=attrs.get("reason", ""),
     )
 
 

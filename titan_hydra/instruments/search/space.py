@@ -161,7 +161,7 @@ def _dimension(override: Override) -> Dimension:
         raise ConfigError(f"{typed}: a logarithmic interval begins above 0")
     if whole and not (float(low).is_integer() and float(high).is_integer()):
         raise ConfigError(f"{typed}: {override.key_or_group} is a whole number, and so must be the bounds")
-    dimension = Dimension(key, typed, (), low, high, log, whole)
+    dimension = Dimension(key=key, typed=typed, values=(), low=low, high=high, log=log, whole=whole)
     if lines := mistakes([f"{key}={end}" for end in dimension.ends]):
         raise ConfigError(f"{typed}: {lines[0]}")
     return dimension

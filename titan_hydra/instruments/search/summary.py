@@ -242,7 +242,14 @@ def summary_of(folder: Path) -> Summary:
         one for one in cells if one["seed"] is not None and f"{one['trial']} {one['seed']}" not in journal.confirmed
     ]
     unread = [one["directory"] for one in seeds if layout.RESULT.read(runs / one["directory"]).get("status") == "done"]
-    return Summary(runs, directions, trials, journal.confirmed, _importance(journal, trials), unread)
+    return Summary(
+        runs=runs,
+        directions=directions,
+        trials=trials,
+        confirmed=journal.confirmed,
+        importance=_importance(journal, trials),
+        unread=unread,
+    )
 
 
 def section_of(folder: Path) -> Section:

@@ -163,15 +163,15 @@ def compare(case: Case, run: Trace, reference: Trace) -> Outcome:
     changed = sum(not torch.equal(run.start[name], weight) for name, weight in reference.start.items())
     changed += run.odd + reference.odd
     return Outcome(
-        case,
-        differ(run, reference),
-        changed,
-        misrouted(run, reference),
-        run.drift,
-        run.rounded,
-        reference.data,
-        run.export,
-        reference.doubtful,
+        case=case,
+        differences=differ(run, reference),
+        start=changed,
+        routing=misrouted(run, reference),
+        drift=run.drift,
+        rounded=run.rounded,
+        data=reference.data,
+        export=run.export,
+        doubtful=reference.doubtful,
     )
 
 
@@ -198,7 +198,13 @@ def differ(run: Trace, reference: Trace, draw: bool = False) -> Differences:
 def lost(case: Case, error: str) -> Outcome:
     """Return the outcome of a case that has failed: every difference is infinite."""
     return Outcome(
-        case, {column: {"": math.inf} for column in ("loss", "norm", "gradients", "weights")}, 0, 0, 0, 0, error=error
+        case=case,
+        differences={column: {"": math.inf} for column in ("loss", "norm", "gradients", "weights")},
+        start=0,
+        routing=0,
+        drift=0,
+        rounded=0,
+        error=error,
     )
 
 

@@ -212,7 +212,15 @@ def _train_reference(device: torch.device, folder: str, jobs: list[tuple[str, in
 def _train_alone(subject: Subject, steps: int, dtype: torch.dtype | None, seed: int | None = None) -> Trace:
     """Train a subject in one process, and return its losses, norms, first gradients and weights."""
     training = Training(subject, dtype=dtype, seed=seed)
-    trace = Trace([], [], {}, training.tensors(lambda parameter: parameter), {}, [], {})
+    trace = Trace(
+        losses=[],
+        norms=[],
+        gradients={},
+        start=training.tensors(lambda parameter: parameter),
+        weights={},
+        loads=[],
+        biases={},
+    )
     for step in range(1, steps + 1):
         loss, norm = training.step(step)
         trace.losses.append(loss)
@@ -232,7 +240,15 @@ def _train_layout(device: torch.device, folder: str, jobs: list[tuple[str, int, 
     reference = Trace(**fields)
     mesh = init_device_mesh("cpu", tuple(subject.mesh.values()), mesh_dim_names=tuple(subject.mesh))
     training = Training(subject, mesh)
-    trace = Trace([], [], {}, training.tensors(lambda parameter: parameter), {}, [], {})
+    trace = Trace(
+        losses=[],
+        norms=[],
+        gradients={},
+        start=training.tensors(lambda parameter: parameter),
+        weights={},
+        loads=[],
+        biases={},
+    )
     checks = [_names(trace.start, reference.start)]
     norms: list[float | str] = []
     if checks[0].passed:

@@ -106,7 +106,14 @@ def _rank(rank: int, ranks: int, store: str, function: Callable[..., Any], folde
     logging.getLogger("torch").setLevel(logging.ERROR)  # warnings, which runs show too, would stand between the cases
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    run = Run(Path(folder), Path(folder), rank, rank, ranks, dist.FileStore(store, ranks))
+    run = Run(
+        directory=Path(folder),
+        attempt=Path(folder),
+        rank=rank,
+        local_rank=rank,
+        world_size=ranks,
+        store=dist.FileStore(store, ranks),
+    )
     try:
         with world(from_dict(Job, jobs[0][-1]), run) as device:
             function(device, folder, jobs)

@@ -143,15 +143,20 @@ def stacks_of_flux(job: Any) -> tuple[Stack, ...]:
     # attention's output and the feed-forward.
     return (
         Stack(
-            config.double_layers, double, parameters_of(config)[0], 14 * dim + 2 * width + copied * dim, 2 * dim, dim
+            depth=config.double_layers,
+            linears=double,
+            parameters=parameters_of(config)[0],
+            kept=14 * dim + 2 * width + copied * dim,
+            again=2 * dim,
+            backward=dim,
         ),
         Stack(
-            config.n_layers - config.double_layers,
-            single,
-            parameters_of(config)[1],
-            11 * dim + 2 * width,
-            dim,
-            3 * dim + width,
+            depth=config.n_layers - config.double_layers,
+            linears=single,
+            parameters=parameters_of(config)[1],
+            kept=11 * dim + 2 * width,
+            again=dim,
+            backward=3 * dim + width,
         ),
     )
 

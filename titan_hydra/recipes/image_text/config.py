@@ -111,13 +111,13 @@ def stacks_with_tower(job: Any) -> tuple[Stack, ...]:
     own |= {"ffn_dim": width}
     return (
         Stack(
-            tower.n_layers,
-            linears,
-            parameters_of_block(tower),
-            8 * dim + 2 * width,
-            0,
-            3 * dim + width,
-            own,
-            job.objective.patches,
+            depth=tower.n_layers,
+            linears=linears,
+            parameters=parameters_of_block(tower),
+            kept=8 * dim + 2 * width,
+            again=0,
+            backward=3 * dim + width,
+            tower=own,
+            tokens=job.objective.patches,
         ),
     )

@@ -130,14 +130,14 @@ def call_of(job: Job, device: str = "cuda", machine: Machine | None = None) -> C
     dtype, width = job.precision.compute_dtype, model.head_width
     masked = job.data.document_mask and not takes_offsets(model.attention, Call(device, dtype, width))
     return Call(
-        device,
-        dtype,
-        width,
-        model.value_width,
-        job.data.seq_len,
-        model.causal,
-        masked,
-        ring,
-        job.debug.deterministic,
-        machine,
+        device=device,
+        dtype=dtype,
+        width=width,
+        value_width=model.value_width,
+        keys=job.data.seq_len,
+        causal=model.causal,
+        masked=masked,
+        ring=ring,
+        deterministic=job.debug.deterministic,
+        machine=machine,
     )

@@ -168,7 +168,15 @@ def _without_ranks(attempt: Path) -> Failure | None:
     """Return the failure of the ranks' parent process; None if this process has left no traceback."""
     log = layout.PARENT_LOG.of(attempt)
     if "Traceback" in (text := layout.last_lines(log)):
-        return Failure(None, Exit.BUG, "the ranks' parent process failed", text, log, Kind.BUG, attempt=attempt)
+        return Failure(
+            rank=None,
+            status=Exit.BUG,
+            line="the ranks' parent process failed",
+            detail=text,
+            log=log,
+            kind=Kind.BUG,
+            attempt=attempt,
+        )
     return None
 
 
@@ -233,7 +241,16 @@ class Ended:
         kind = Kind.KILLED if status == Exit.BUG and self.status == -signal.SIGKILL else KIND_OF.get(status, Kind.BUG)
         if kind == Kind.BUG and re.search(DISK_FULL, f"{line}\n{detail}\n{(self.error or {}).get('traceback', '')}"):
             kind = Kind.DISK
-        return Failure(self.rank, status, line, detail, log, kind, self.host, self.attempt)
+        return Failure(
+            rank=self.rank,
+            status=status,
+            line=line,
+            detail=detail,
+            log=log,
+            kind=kind,
+            host=self.host,
+            attempt=self.attempt,
+        )
 
     def _recorded(self) -> tuple[int, str, str, Path | None]:
         """Return the status, line, detail and log of the failure of a rank that recorded its error."""

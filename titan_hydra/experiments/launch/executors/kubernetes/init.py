@@ -95,12 +95,12 @@ def node_types(items: list[dict[str, Any]]) -> Iterable[NodeType]:
             ]
             kind = labels.get(f"{resource}.product", labels.get("cloud.google.com/gke-accelerator", ""))
             yield NodeType(
-                resource,
-                kind,
-                int(offered[resource]),
-                cores_of(offered["cpu"]),
-                gib_of(offered["memory"]),
-                tuple(taints),
+                resource=resource,
+                kind=kind,
+                gpus=int(offered[resource]),
+                cores=cores_of(offered["cpu"]),
+                memory_gib=gib_of(offered["memory"]),
+                taints=tuple(taints),
             )
 
 

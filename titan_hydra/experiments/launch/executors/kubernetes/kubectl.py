@@ -314,13 +314,13 @@ def pod_state(item: dict[str, Any]) -> PodState:
         waits = f"{scheduled.get('reason', '')}: {scheduled.get('message', '')}"
     disrupted = conditions.get("DisruptionTarget", {})
     return PodState(
-        meta["name"],
-        int(meta.get("annotations", {}).get("batch.kubernetes.io/job-completion-index", 0)),
-        status.get("phase", "Pending"),
-        item["spec"].get("nodeName", ""),
-        " ".join(waits.split())[:MESSAGE].rstrip(": "),
-        ended.get("exitCode"),
-        ended.get("reason") or status.get("reason", ""),
-        (ended.get("message") or status.get("message", "")).strip(),
-        disrupted.get("reason", "") if disrupted.get("status") == "True" else "",
+        name=meta["name"],
+        index=int(meta.get("annotations", {}).get("batch.kubernetes.io/job-completion-index", 0)),
+        phase=status.get("phase", "Pending"),
+        node=item["spec"].get("nodeName", ""),
+        waits=" ".join(waits.split())[:MESSAGE].rstrip(": "),
+        exit_status=ended.get("exitCode"),
+        reason=ended.get("reason") or status.get("reason", ""),
+        message=(ended.get("message") or status.get("message", "")).strip(),
+        disrupted=disrupted.get("reason", "") if disrupted.get("status") == "True" else "",
     )

@@ -49,7 +49,9 @@ PATIENCE = 3  # seconds between two questions whether a Job exists, after a call
 def submission_of(cell: Cell, attempt: int, token: str, code: Path, exclude: Iterable[str] = ()) -> Submission:
     """Return the submission of an attempt of a cell. `code` is the copy of the code, from which the ranks import."""
     paths = (code, code / USER) if cell.job.train.imports else (code,)
-    return Submission(cell.job, cell.directory, attempt, token, paths, tuple(exclude))
+    return Submission(
+        job=cell.job, directory=cell.directory, attempt=attempt, token=token, paths=paths, exclude=tuple(exclude)
+    )
 
 
 def by_manifest(cells: list[Cell]) -> list[tuple[Submission, list[Cell]]]:

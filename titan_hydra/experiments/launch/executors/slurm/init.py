@@ -81,14 +81,14 @@ def partitions(listing: str) -> Iterable[Partition]:
         kind, gpus = gpus_of(gres)
         if gpus:
             yield Partition(
-                name.rstrip("*"),
-                name.endswith("*"),
-                int(nodes),
-                kind,
-                gpus,
-                int(cores.rstrip("+")),
-                int(memory.rstrip("+")),
-                squeue.minutes_of(limit),
+                name=name.rstrip("*"),
+                default=name.endswith("*"),
+                nodes=int(nodes),
+                kind=kind,
+                gpus=gpus,
+                cores=int(cores.rstrip("+")),
+                memory_mib=int(memory.rstrip("+")),
+                minutes=squeue.minutes_of(limit),
             )
 
 
