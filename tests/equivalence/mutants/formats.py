@@ -7,6 +7,7 @@ UNITS, FLOAT8 = "core/kernels/float8_units.py", "core/kernels/float8.py"
 BF16_TP, BF16_ALONE = "bf16, tp 2, sequence parallel on", "bf16, single, accumulation 4"
 WHOLE, FUSED = "split masters against whole ones, tp 2", "float8 fused against torchao"
 LOADED = "whole masters, fsdp 2, then split masters, tp 2, resumed"
+NVFP4_TESTS = "tests/core/kernels/test_nvfp4.py"
 MXFP8_TESTS = "tests/core/kernels/test_mxfp8.py"
 SPLIT_TESTS, MASTER_TESTS = "tests/core/parallel/test_split_masters.py", "tests/core/parallel/test_masters.py"
 
@@ -63,5 +64,10 @@ MUTANTS = [
     Mutant("blocks of a weight run along its outputs", "mxfp8 experts", "core/kernels/mxfp8.py",
            "round_mxfp8(weights.transpose(-2, -1)).transpose(-2, -1)", "round_mxfp8(weights)",
            "Elements that one product does not sum share a scale.", (), (f"{MXFP8_TESTS}::test_the_emulation_has_the_bits_of_torchaos",)),
+    Mutant("one factor of a weight's gradient is not rotated", "nvfp4", "core/kernels/nvfp4.py", "@ round_nvfp4(inputs).t()",
+           "@ round_nvfp4(x.t()).t()", "The rotations of the two factors do not cancel.",
+           ("nvfp4, fsdp 2", "nvfp4 against fp32"), (f"{NVFP4_TESTS}::test_a_product_is_near_the_exact_one",)),
+    Mutant("stochastic rounding always rounds down", "nvfp4", "core/kernels/nvfp4.py", "(places + _noise(noisy).view_as(places)).floor()",
+           "places.floor()", "Gradients are too small.", (), (f"{NVFP4_TESTS}::test_stochastic_rounding_is_unbiased_and_repeats",)),
 ]
 # fmt: on

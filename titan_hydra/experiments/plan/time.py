@@ -61,6 +61,8 @@ def speed(job: Job, factors: Factors = FITTED, shape: Shape | None = None, exact
     needed = [spec.name for spec in fields(Hardware) if spec.default is None and spec.name not in OPTIONAL]
     if missing := [name for name in needed if getattr(hardware, name) is None]:
         raise NotPredictable(f"hardware={hardware.name}: has no {missing[0]}, so no time can be predicted")
+    if shape.format and not shape.format.timed:
+        raise NotPredictable(f"precision={job.precision.name}: nobody has measured the rate of its matmuls")
     if shape.format and hardware.float8_tflops is None:
         raise NotPredictable(f"precision={job.precision.name}: hardware={hardware.name} has no matmuls in this format")
     kinds, head = [(one, block_passes(one, factors)) for one in (*shape.before, shape)], head_passes(shape, factors)

@@ -52,6 +52,13 @@ FUSED: dict[str, Any] = ROWWISE | {"base": (*ROWWISE["base"], "precision.kernels
 TENSORWISE = {"base": ("precision=float8_tensorwise", "precision.emulate=true", "precision.compute_dtype=float32")}
 MXFP8 = {"base": ("precision=mxfp8", "precision.emulate=true", "precision.compute_dtype=float32")}
 MXFP8_EXPERTS = ("precision.converter=mxfp8", "precision.converts=experts", "precision.emulate=true")
+NVFP4 = (
+    "precision.converter=nvfp4",
+    "precision.emulate=true",
+    "model.dim=128",
+    "model.ffn_dim=256",
+    "model.n_layers=2",
+)
 # The gradients of an adapter's A are 0 in the first step. The later gradients are visible in the weights, as SGD's
 # steps are proportional to them.
 PLAIN_SGD = ("optimizer=sgd", "optimizer.lr=1.0", "optimizer.weight_decay=0", "lr_scheduler.warmup_steps=1")

@@ -22,6 +22,7 @@ from .case import (
     MXFP8,
     MXFP8_EXPERTS,
     NOT_ON_OLD_TORCH,
+    NVFP4,
     ODD,
     PACKED,
     PLAIN_SGD,
@@ -253,6 +254,7 @@ MATRIX = [
     case("lora, tp 2", 2, "parallelism=tp", "data.local_batch=16", base=("adapter=lora", "adapter.rank=4", *PLAIN_SGD),
          weights=1e-4),
     *in_bf16("lora", "adapter=lora", "adapter.rank=4"),
+    *in_bf16("lora of experts", *MOE, *LORA_OF_EXPERTS, "adapter.rank=8", gradients=0.2, weights=0.3, routing=False, slow=True),
     *(case(f"lora of experts, {family}, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batch}", *more, slow=ranks > 2,
            weights=1e-4, reference="float64", base=(*base, *LORA_OF_EXPERTS, *PLAIN_SGD))
       for family, base in SPARSE for name, ranks, layout, batch, *more in (
@@ -304,6 +306,19 @@ MATRIX = [
     case("qwen3, float8 rowwise, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **ROWWISE | {"base": (*QWEN, *ROWWISE["base"])}),
     case("qwen3, float8 fused, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **FUSED | {"base": (*QWEN, *FUSED["base"])}),
 
+    # NVFP4 has a scale of the whole tensor, as tensorwise Float8 has, and one in sixteen values, so a layout, whose ranks have
+    # parts of the tokens, rounds other values. Gradients are rounded with noise.
+    *(case(f"nvfp4, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batch}", *more, slow=ranks > 2, loss=1e-2, norm=5e-2,
+           gradients=0.35, weights=0.6, base=("precision=fp32", *NVFP4))
+      for name, ranks, layout, batch, *more in (
+          ("fsdp 2", 2, "fsdp", 8), ("single, accumulation 4", 1, "single", 4), ("pp 2", 2, "pp", 8), ("cp 2", 2, "cp", 16),
+          ("hsdp 4", 4, "hsdp", 4))),
+    case("nvfp4, pp 2, one microbatch", 2, "parallelism=pp", "pp_schedule=gpipe", "pp_schedule.microbatches=1", "data.local_batch=16",
+         base=("precision=fp32", *NVFP4)),  # the reference's microbatch, and so its values
+    case("nvfp4, bf16, fsdp 2, ac op", 2, "parallelism=fsdp", "data.local_batch=8", "ac=op", loss=1e-2, norm=5e-2, gradients=0.35,
+         weights=0.6, base=("precision=bf16", *NVFP4)),
+    case("nvfp4 against fp32", 2, "parallelism=fsdp", "data.local_batch=8", *NVFP4, base=("precision=fp32", *NVFP4[2:]), loss=2e-2,
+         norm=5e-2, gradients=0.5, weights=0.8),
     # Experts in MXFP8. Elements that share a scale are part of one row, or of one row or column of a weight, which no layout
     # splits, so a layout rounds the same values. In later steps a last bit may still change a rounded value, and with it a
     # token's experts.

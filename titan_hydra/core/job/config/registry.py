@@ -250,6 +250,7 @@ class Format:
     faults: Reference | None = None  # (Job) -> further faults: what the format cannot be combined with
     # (Precision) -> what is converted: "linears", "experts" (torch's grouped matmuls), or both
     parts: Callable[[Any], tuple[str, ...]] = lambda precision: ("linears",)
+    timed: bool = True  # whether matmuls in it run at the device's rate of Float8, for predictions
     tensor_parallel: bool = True  # whether the converted linears can be split over ranks
     linears: Reference | None = None  # (Job) -> the styles with which tensor parallelism splits converted linears
     before_forward: Reference | None = None  # (model) -> None; called before the forwards of a step or of a validation

@@ -60,6 +60,12 @@ def mxfp8_faults(job: Job) -> Iterator[Fault]:
         yield Fault("model.expert_dim", width, reason, legal=multiples_around(width, step))
 
 
+def nvfp4_faults(job: Job) -> Iterator[Fault]:
+    """The kernels multiply bfloat16 tensors alone."""
+    if not job.precision.emulate and job.precision.compute_dtype != "bfloat16":
+        yield fault_at(job, "precision.compute_dtype", "NVFP4 kernels cast from bfloat16", "bfloat16")
+
+
 def _without_rows(job: Job) -> str | None:
     """Return a reason if a rank would have no row of a linear that is gathered in Float8. On CUDA, torch cannot compute
     the largest value of an empty tensor.
