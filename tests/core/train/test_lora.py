@@ -207,6 +207,43 @@ def test_exports_load_in_transformers_and_peft(adapted, pretrained, tmp_path, ca
     assert "was trained without adapters; export it with --to hf" in capsys.readouterr().err
 
 
+def test_adapters_go_on_from_earlier_ones_beside_the_same_base(adapted, tiny, run_job, tmp_path):
+    """So `titan resume RUN steps=N` trains them longer, twice here: bitwise as a run of that length."""
+    layout = ("parallelism=fsdp", "gpus=2", "data.global_batch=4", "lr_scheduler=constant")
+    job, short = adapted(*layout)
+    whole = run_job(adapted(*layout, "steps=8")[0])
+    before = short
+    for steps, step in ((6, 4), (8, 6)):
+        start = before / f"checkpoints/step-{step:08d}"
+        words = (
+            *LORA,
+            "optimizer.lr=0.05",
+            "checkpoint.interval=2",
+            "checkpoint.keep_latest_k=0",
+            *layout,
+            f"steps={steps}",
+        )
+        before = run_job(tiny(*words, f"checkpoint.initial_load_path={start}", "checkpoint.exclude_from_loading=[]"))
+    theirs = run_job.losses(whole)
+    assert run_job.losses(before) == {step: theirs[step] for step in (7, 8)}
+    ours, others = (reader_of(find_checkpoint(run)) for run in (before, whole))
+    for name, shape in ((name, tensor.shape) for name, tensor in meta_state(job.model).items()):
+        assert torch.equal(ours.tensor(name, shape, torch.float32), others.tensor(name, shape, torch.float32))
+    resumed = cut_back(whole, 6, tmp_path / "cut")
+    assert run_job.losses(run_job(from_dict(Job, json.loads((resumed / "config.json").read_text())), resumed)) == theirs
+    path = f"checkpoint.initial_load_path={short}"
+    for words, line in (
+        (
+            (*LORA, "adapter.alpha=16"),
+            f"adapter.alpha=16.0: the adapters in {short} were trained with 32.0; nearest legal: 32.0",
+        ),
+        ((), f"{path}: holds adapters alone; titan checkpoint export writes their merged weights"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            tiny(*words, path)
+        assert line in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -38,7 +38,7 @@ from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.models.init import clean_name
 
 from . import safe, state
-from .convert import check_scales, read_model_config
+from .convert import check_scales, frozen_weights, read_model_config
 from .folder import load_hf
 from .planner import LOWER, MODEL, SavePlanner
 from .writer import Writer
@@ -297,23 +297,30 @@ class Checkpointer:
     def start_from(self, path: str, model: Model, rules: Rules | None = None) -> tuple[int, dict[str, Any] | None]:
         """Load another run's checkpoint, without the parts in exclude_from_loading, or the weights of a Hugging Face
         folder. Return the step and the merged data state to continue from; (0, None) to begin at step 1. Raises
-        ConfigError if the weights were trained with other scales than those of `rules`.
+        ConfigError if the weights were trained with other scales than those of `rules`. Adapters go on from another run's
+        adapters, beside the same frozen weights.
         """
         # All ranks load what rank 0 has found; the others do not read it from the run directory, which may lag there.
         folder_of_rank_0: list[Any] = [None]
         if self.run.rank == 0:
             record_weights(self.run.home, path)
-            folder_of_rank_0 = [initial_weights(self.run.home, path)]
+            folder = initial_weights(self.run.home, path)
+            folder_of_rank_0 = [(folder, frozen_weights(folder))]
         dist.broadcast_object_list(folder_of_rank_0, src=0, group=self.group)
-        source, left_out = folder_of_rank_0[0], set(self.config.exclude_from_loading)
+        (source, frozen), left_out = folder_of_rank_0[0], set(self.config.exclude_from_loading)
         if rules is not None:
             check_scales(source, rules)
-        if is_hf(source):
+        if frozen is not None and is_hf(frozen):
+            load_hf(self.base, model, frozen)
+        elif is_hf(source):
             load_hf(self.base, model, source)
             return 0, None
-        if problems := self._problems(source) if layout.MANIFEST.of(source).exists() else []:
-            raise CheckpointError(f"{source} is damaged: {'; '.join(problems)}")
-        self._load(source, {"model", "optimizer"} - left_out, self.base)
+        for folder in {source, frozen or source}:
+            if problems := self._problems(folder) if layout.MANIFEST.of(folder).exists() else []:
+                raise CheckpointError(f"{folder} is damaged: {'; '.join(problems)}")
+        if frozen is not None and not is_hf(frozen):
+            self._load(frozen, {"model"}, self.base)
+        self._load(source, {"model", "optimizer"} - left_out, self.model if frozen else self.base)
         data_state = None if "data" in left_out else state.restore_rank(source, self.run.rank, self.run.world_size)
         return 0 if "lr_scheduler" in left_out else checkpoints.step_of(source), data_state
 

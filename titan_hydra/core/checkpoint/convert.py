@@ -40,6 +40,7 @@ from titan_hydra.core.job.run.checkpoints import (
     config_files,
     find_checkpoint,
     find_section,
+    holds_adapters,
     is_hf,
 )
 from titan_hydra.core.job.run.inputs import initial_weights
@@ -186,18 +187,28 @@ def reader_of(checkpoint: Path, config_file: Path | None = None, ema: bool = Fal
     """Return a reader of a checkpoint's weights, converted to the standard parametrization, or, with `ema`, of their
     moving averages. If the checkpoint holds adapters, the reader merges them into the weights of initial_load_path.
     """
-    _, adapter = find_section("adapter", checkpoint, config_file)
-    if adapter.get("name", "none") == "none":
+    base = frozen_weights(checkpoint, config_file)
+    if base is None:
         rules = rules_of_weights(checkpoint, config_file)
         return Reader(checkpoint, folded(meta_state(rules.model), rules) if rules else None, ema)
-    file, section = find_section("checkpoint", checkpoint, config_file)
-    if not section.get("initial_load_path"):
-        raise ConfigError(
-            f"{file}: checkpoint.initial_load_path=null: the adapters belong to weights that were drawn from the seed and not saved"
-        )
-    base = initial_weights(file.parent, as_started(file, section["initial_load_path"]))
+    _, adapter = find_section("adapter", checkpoint, config_file)
     beside = Folder(base, hf_of(read_model_config(checkpoint, config_file))) if is_hf(base) else Reader(base)
     return Merged(beside, Reader(checkpoint, ema=ema), adapter["alpha"] / adapter["rank"])
+
+
+def frozen_weights(checkpoint: Path, config_file: Path | None = None) -> Path | None:
+    """Return the folder of the frozen weights to which a checkpoint's adapters belong; None if it holds whole weights.
+    Adapters that went on from earlier ones have the same frozen weights. Raises ConfigError if these were not saved.
+    """
+    base = None
+    while holds_adapters(base or checkpoint, config_file):
+        file, section = find_section("checkpoint", base or checkpoint, config_file)
+        if not section.get("initial_load_path"):
+            raise ConfigError(
+                f"{file}: checkpoint.initial_load_path=null: the adapters belong to weights that were drawn from the seed and not saved"
+            )
+        base, config_file = initial_weights(file.parent, as_started(file, section["initial_load_path"])), None
+    return base
 
 
 class LazySavePlanner(dcp.DefaultSavePlanner):
@@ -303,8 +314,7 @@ def export_peft(source: Path, target: Path, dtype: torch.dtype, config_file: Pat
     if not isinstance(reader, Merged):
         raise ConfigError(f"{source}: was trained without adapters; export it with --to hf")
     _, adapter = find_section("adapter", checkpoint, config_file)
-    file, section = find_section("checkpoint", checkpoint, config_file)
-    base = initial_weights(file.parent, as_started(file, section["initial_load_path"]))
+    base = frozen_weights(checkpoint, config_file)
     hf, tensors, targets = hf_of(config), {}, set()
     for name, shape in ((name, meta.shape) for name, meta in meta_state(config).items()):
         if lora := reader.adapter(name):

@@ -54,7 +54,8 @@ def separate(model: nn.Module, mesh: Mesh, precision: Precision) -> Masters:
         return Masters(model)
     stored = model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
-    masters = Masters(Tree(held | buffers, Tree(frozen) if frozen else None))
+    # buffers, such as a router's bias, come with the frozen weights, and go on in the checkpoints of the adapters
+    masters = Masters(Tree(held | buffers, Tree(frozen | buffers) if frozen else None))
     if not copied:
         return masters
     copies = {parameter: copy_of(parameter, dtype) for parameter in held.values()}

@@ -17,10 +17,10 @@ def not_extended(job: Job) -> str | None:
             f"a run with fault_tolerance={job.fault_tolerance.name} cannot be extended: the state that its replica groups "
             "share is not copied"
         )
-    if job.adapter.name != "none":
+    if job.adapter.name != "none" and not job.checkpoint.initial_load_path:
         return (
-            f"a run with adapter={job.adapter.name} cannot be extended: its checkpoints hold only the adapters. Start a new "
-            "run with another `steps`, or one from the merged weights of `titan checkpoint export`"
+            f"a run with adapter={job.adapter.name} and checkpoint.initial_load_path=null cannot be extended: its checkpoints "
+            "hold only the adapters, and the weights beside them were drawn from the seed. Start a new run with another `steps`"
         )
     if job.data.samples is not None:
         return "a run with steps=epoch cannot be extended: its last batch is filled up. Start a new run with a number of steps"

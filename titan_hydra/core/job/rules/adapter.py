@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import lcm
 from typing import Any
 
+from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.adapter import adapted, adapts
 from titan_hydra.core.job.config.family import family_of
 from titan_hydra.core.job.config.fault import Fault, fault_at, multiples_around, required
@@ -12,6 +13,7 @@ from titan_hydra.core.job.config.registry import ADAPTERS
 from titan_hydra.core.job.config.schema import Job
 from titan_hydra.core.job.dtypes import SIZE
 from titan_hydra.core.job.ranks import sparse
+from titan_hydra.core.job.run.checkpoints import find_section, find_weights, holds_adapters
 
 
 def adapted_linears_exist(job: Job) -> Iterator[Fault]:
@@ -36,13 +38,37 @@ def adapters_go_with_plain_weights(job: Job) -> Iterator[Fault]:
         ("fault_tolerance.name", "off", f"replica groups exchange all weights, and {adapter} trains only its own"),
         ("checkpoint.export_dtype", None, f"{adapter} is exported by titan checkpoint export"),
     )
-    if not set(job.checkpoint.exclude_from_loading) >= set(LOADED):
+    earlier = _earlier_adapters(job)
+    if earlier is None and not set(job.checkpoint.exclude_from_loading) >= set(LOADED):
         yield fault_at(
             job,
             "checkpoint.exclude_from_loading",
             f"{adapter} takes its base from initial_load_path, and nothing else",
             f"[{','.join(LOADED)}]",
         )
+
+
+def adapters_go_on_from_their_like(job: Job) -> Iterator[Fault]:
+    """Weights in initial_load_path that are adapters alone are taken by equal adapters, and by nothing else."""
+    if (earlier := _earlier_adapters(job)) is None:
+        return
+    path = job.checkpoint.initial_load_path
+    if not adapts(job):
+        reason = "holds adapters alone; titan checkpoint export writes their merged weights"
+        yield Fault("checkpoint.initial_load_path", path, reason)
+        return
+    for key, here in vars(job.adapter).items():
+        if (there := earlier.get(key, here)) != here:
+            yield Fault(f"adapter.{key}", here, f"the adapters in {path} were trained with {there}", legal=(there,))
+
+
+def _earlier_adapters(job: Job) -> dict[str, Any] | None:
+    """Return the adapter section of the run whose adapters initial_load_path holds; None if it holds none."""
+    try:
+        weights = find_weights(job.checkpoint.initial_load_path) if job.checkpoint.initial_load_path else None
+    except ConfigError:  # another rule says that there are no weights
+        return None
+    return find_section("adapter", weights)[1] if weights and holds_adapters(weights) else None
 
 
 def adapters_of_experts_suit_the_job(job: Job) -> Iterator[Fault]:
@@ -79,6 +105,7 @@ def adapted_linears_are_split(job: Job) -> Iterator[Fault]:
 RULES = [
     adapted_linears_exist,
     adapters_go_with_plain_weights,
+    adapters_go_on_from_their_like,
     adapters_of_experts_suit_the_job,
     adapted_linears_are_split,
 ]

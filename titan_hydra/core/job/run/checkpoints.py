@@ -275,6 +275,11 @@ def find_section(name: str, checkpoint: Path, config_file: Path | None = None) -
     return candidates[-1], {}
 
 
+def holds_adapters(checkpoint: Path, config_file: Path | None = None) -> bool:
+    """Whether a checkpoint holds adapters, and not the frozen weights beside which they were trained."""
+    return not is_hf(checkpoint) and find_section("adapter", checkpoint, config_file)[1].get("name", "none") != "none"
+
+
 def config_files(checkpoint: Path) -> list[Path]:
     """Return the paths at which a checkpoint's config.json may lie: in the checkpoint itself (from `import_hf`), one
     folder up (for the export/ of a run), or two folders up (for a step).
