@@ -7,7 +7,7 @@ from titan_hydra.core import models
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.rules.checks import check
-from titan_hydra.core.kernels.nvfp4 import NVFP4Product, rotate, round_nvfp4, round_squares, signs_of
+from titan_hydra.core.kernels.nvfp4 import NVFP4Product, round_nvfp4, round_squares, signs_of, turn_by_hadamard
 from titan_hydra.core.parallel import formats
 from titan_hydra.core.parallel.mesh import Mesh
 from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
@@ -57,8 +57,8 @@ def test_the_rotation_is_the_hadamard_matrix_with_signs():
     while len(matrix) < 16:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
     x, y = drawn(8, 32), drawn(8, 32, seed=1)
-    torch.testing.assert_close(rotate(x, signs), ((x.view(8, 2, 16) * signs) @ matrix / 4).flatten(1))
-    torch.testing.assert_close(rotate(x, signs) @ rotate(y, signs).t(), x @ y.t())
+    torch.testing.assert_close(turn_by_hadamard(x, signs), ((x.view(8, 2, 16) * signs) @ matrix / 4).flatten(1))
+    torch.testing.assert_close(turn_by_hadamard(x, signs) @ turn_by_hadamard(y, signs).t(), x @ y.t())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -35,7 +35,7 @@ class NVFP4Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = round_nvfp4(gradient, stochastic=True) @ round_squares(weight)
         if ctx.needs_input_grad[1]:
-            turned, inputs = (rotate(part.t(), signs) for part in (gradient, x))
+            turned, inputs = (turn_by_hadamard(part.t(), signs) for part in (gradient, x))
             of_weight = round_nvfp4(turned, stochastic=True) @ round_nvfp4(inputs).t()
         return of_x, of_weight, None
 
@@ -56,7 +56,7 @@ def round_squares(weight: Tensor) -> Tensor:
     return (_to_four_bits(squares / scale, None) * scale).reshape(weight.shape).to(weight.dtype)
 
 
-def rotate(values: Tensor, signs: Tensor) -> Tensor:
+def turn_by_hadamard(values: Tensor, signs: Tensor) -> Tensor:
     """Return a matrix whose columns are multiplied, 16 at a time, by signs and by the Hadamard matrix, which is
     orthogonal: rotating both factors leaves their product as it is.
     """
