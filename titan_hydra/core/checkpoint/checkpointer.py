@@ -178,10 +178,10 @@ class Checkpointer:
                 checkpoints.step_folder(self.folder, step),
                 step,
                 self.run.world_size,
-                file_of_rank,
-                self._purge,
-                not self.read_back,
-                held_out if isfinite(held_out) else None,
+                own=file_of_rank,
+                done=self._purge,
+                check=not self.read_back,
+                held_out=held_out if isfinite(held_out) else None,
             )
             self.pending = PendingSave(step, writer, began, held_out=held_out)
             self._start(self.pending, self._content(PARTS, self.model))

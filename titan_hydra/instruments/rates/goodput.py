@@ -200,9 +200,9 @@ class Site:
         if way.kind == "off":
             return Interruptions(self.between, restart, 0.0)
         save = self.save(way.groups)
-        return Interruptions(
-            self.between, restart, *((save,) if way.kind == "sync" else (self.copy(way.kind, way.groups), save))
-        )
+        if way.kind == "sync":
+            return Interruptions(self.between, restart, save)
+        return Interruptions(self.between, restart, self.copy(way.kind, way.groups), save)
 
     def steps(self, way: Way) -> int:
         """Return the number of steps between two saves."""

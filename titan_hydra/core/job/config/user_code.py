@@ -70,14 +70,16 @@ def _failure(module: str) -> str:
         importlib.import_module(module)
     except (Exception, SystemExit) as error:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
-        last = [*frames[:1], *(frame for frame in frames if not INSTALLED & set(Path(frame.filename).parts))][-1:]
-        file_and_line = (
-            (error.filename, error.lineno) if isinstance(error, SyntaxError) else (last[0].filename, last[0].lineno)
-        )
+        outside_libraries = [frame for frame in frames if not INSTALLED & set(Path(frame.filename).parts)]
+        if isinstance(error, SyntaxError):
+            file, line = error.filename, error.lineno
+        else:  # the innermost line outside libraries or, if there is none, the outermost line
+            frame = [*frames[:1], *outside_libraries][-1]
+            file, line = frame.filename, frame.lineno
         advice = "; cells are checked where torch may be missing: name what needs it as 'module:name'" * (
             "torch" in str(error)
         )
-        return f"{module} cannot be imported: {type(error).__name__}: {error} ({file_and_line[0]}:{file_and_line[1]}){advice}"
+        return f"{module} cannot be imported: {type(error).__name__}: {error} ({file}:{line}){advice}"
     return ""
 
 
