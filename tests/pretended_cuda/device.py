@@ -125,13 +125,20 @@ def pretend(library: Path) -> None:
     # keeps a reference to torch's own function, which `with torch.device("meta")` recognizes
     torch.utils._device._device_constructors()
     torch.empty = without_data(torch.empty)
-    torch.empty_like = pinned_on_request(torch.empty_like)
+    torch.empty_like, torch.zeros_like = pinned_on_request(torch.empty_like), pinned_on_request(torch.zeros_like)
+
+
+def streams_module():
+    """Return the module of streams, which imports torch."""
+    from tests.pretended_cuda import streams
+
+    return streams
 
 
 def pin_memory(tensor, device=None):
     """Return a copy of a host tensor that counts as page-locked."""
     copy = tensor.clone()
-    copy.pinned = True
+    streams_module().pin(copy)
     return copy
 
 
@@ -140,7 +147,8 @@ def pinned_on_request(make):
 
     def made(*args, pin_memory=False, **kwargs):
         tensor = make(*args, **kwargs)
-        tensor.pinned = pin_memory
+        if pin_memory:
+            streams_module().pin(getattr(tensor, "_local_tensor", tensor))
         return tensor
 
     return made

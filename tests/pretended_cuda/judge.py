@@ -14,6 +14,8 @@ COPIES = {
     "to the host at core/train/step.py Agreement.__init__",
     "to the host at core/parallel/offload.py Host.transfer",
     "to the device at core/parallel/offload.py Host.transfer",
+    "to the host at core/train/offloaded.py transfer",
+    "to the device at core/train/offloaded.py transfer",
 }
 
 

@@ -22,6 +22,8 @@ LLAMA = (
     "model.ffn_dim=192",
     "model.vocab_size=512",
 )
+# as wide as a model whose matrices are updated one or two at a time (core/train/offloaded.py)
+WIDE = (*LLAMA, "model.dim=2048", "model.n_heads=16", "model.ffn_dim=8192", "model.vocab_size=32768")
 QWEN, MOE, LATENT = ((f"model={family}_debug", "model.n_layers=2") for family in ("qwen3", "qwen3_moe", "deepseek_v3"))
 VISION = (
     "model=llama3_vision_debug",
@@ -86,6 +88,22 @@ LAYOUTS = {
         "model.n_layers=3",
         samples=4,
         reads=((EXCHANGE, 128, 3),),
+    ),
+    "llama3, fsdp 2, states offloaded": layout(2, WIDE, "parallelism=fsdp", "optimizer.offload=true", samples=4),
+    "llama3, tp 2, split masters, states offloaded": layout(
+        2, LLAMA, "parallelism=tp", "optimizer.offload=true", "optimizer.masters=split", samples=2
+    ),
+    "llama3, pp 2, 1f1b, states offloaded": layout(
+        2, LLAMA, "parallelism=pp", "optimizer.offload=true", "optimizer.ema_decay=0.9", samples=2
+    ),
+    "qwen3_moe, fsdp 2, ep 2, states offloaded": layout(
+        2,
+        MOE,
+        "parallelism=fsdp_ep",
+        "parallelism.ep=2",
+        "optimizer.offload=true",
+        samples=4,
+        reads=((EXCHANGE, 128, 2),),
     ),
     "llama3, hsdp 4, muon": layout(4, LLAMA, "parallelism=hsdp", "optimizer=muon", samples=8),
     "llama3, tp 2, lora": layout(2, LLAMA, "parallelism=tp", "adapter=lora", samples=2),

@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):
         if {source.device.type, target.device.type} != {"cpu", "cuda"}:
             return
         self.held.copied(source, target)
-        if target.is_cuda and (later and getattr(source, "pinned", False)):
+        if target.is_cuda and later and source.untyped_storage()._cdata in streams.PINNED:
             self.record.copies[f"to the device at {place()}"] += 1
         elif target.is_cuda:
             self.wait("pageable copy to the device")

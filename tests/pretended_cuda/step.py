@@ -18,6 +18,7 @@ from tests.pretended_cuda.layouts import LAYOUTS, Layout, of_matrix
 def step(chosen: Layout, rank: int, records: dict) -> None:
     """Run a step of one rank, and put its record into `records`."""
     import torch
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
 
     from tests.pretended_cuda.record import Recorder
     from titan_hydra.core.train.fake import fake_step, fake_world
@@ -28,6 +29,9 @@ def step(chosen: Layout, rank: int, records: dict) -> None:
 
     @contextmanager
     def watch(trainer, batch):
+        if job.optimizer.offload:  # the states that a resumed run has
+            for optimizer in trainer.optimizers:
+                _init_optim_state(optimizer)
         update = trainer.update
         trainer.update = lambda agreement: (update(agreement), agreement.read())  # as the training loop does
         names = {module: name for name, module in trainer.model.named_modules()}

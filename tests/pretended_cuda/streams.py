@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 PACKAGE = f"{Path(__file__).parents[2]}/titan_hydra/"
 RECORDED: set[int] = set()  # storages that Tensor.record_stream keeps until other streams are done
+PINNED: dict[int, StorageWeakRef] = {}  # storages on the host that count as page-locked
 WAITS: list[tuple[str, str]] = []  # (what, place) for each time that the host waited for the device
 
 
@@ -217,6 +218,12 @@ class Held:
         """Whether the stream that owns a storage has waited for its use by another stream."""
         state, number, _ = self.memory.lent[key, user]
         return state["owner"].seen.get(user, 0) >= number
+
+
+def pin(tensor):
+    """Let the memory of a host tensor count as page-locked. The weak reference keeps its address from being used again."""
+    storage = tensor.untyped_storage()
+    PINNED[storage._cdata] = StorageWeakRef(storage)
 
 
 def record_stream(tensor, stream):

@@ -259,6 +259,12 @@ BAD = [  # changed values, the key and the rule that are named, the nearest lega
         "async_tensor_parallel_is_the_compilers",
         "false",
     ),
+    (
+        {"optimizer__offload": True, "fault_tolerance__name": "torchft", "fault_tolerance__replicas": 2},
+        "optimizer.offload",
+        "states_can_be_offloaded",
+        "false",
+    ),
     ({"ac__name": "memory_budget"}, "compile.name", "memory_budget_is_the_compilers", "block"),
     (
         {"ac__name": "offload", "compile__name": "model"},

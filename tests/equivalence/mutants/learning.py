@@ -27,6 +27,8 @@ FORKED = ("bf16, tp 2, other keys then, against float64", "sgd, fsdp 2, other ke
 AVERAGED, AVERAGES = "moving average, tp 2, then fsdp 2, against float64", "tests/core/train/test_ema.py"
 RESUME = "tests/core/checkpoint/test_resume.py::test_a_resumed_run_goes_on_where_it_stopped"
 CLIPPED = "tests/core/train/test_optimizer.py::test_gradients_are_divided_by_the_clipping_factor_and_nothing_changes"
+OFFLOADED, OFFLOAD_TESTS = "core/train/offloaded.py", "tests/core/train/test_offloaded.py"
+STATES = "tests/pretended_cuda/test_layouts.py::test_a_layout_steps_without_fault[llama3, fsdp 2, states offloaded]"
 LOADS, STREAM_TESTS = "tests/core/data/test_loader.py", "tests/core/data/test_streams.py"
 
 # fmt: off
@@ -161,5 +163,24 @@ MUTANTS = [
     Mutant("held-out samples are those of training", "validation", "core/data/__init__.py", 'return seed if self.split == "train" else ~seed',
            "return seed", "A validation on synthetic data uses samples of the training data.", (MASKED,),
            (f"{LOADS}::test_synthetic_validation_is_not_training",)),
+
+    # states in the host's memory; only the pretended device has streams
+    Mutant("updated states are not kept", "optimizer.offload", OFFLOADED, "            pairs.append((host, device))\n", "",
+           "Every step begins with the states of the step before.", (), (OFFLOAD_TESTS,)),
+    Mutant("states are loaded for other parameters", "optimizer.offload", OFFLOADED, "zip(numbers, parameters, strict=True)",
+           "zip(numbers, reversed(parameters), strict=True)", "A resumed run has the states in reverse order.", (), (OFFLOAD_TESTS,)),
+    Mutant("groups that are updated alone lose an option", "optimizer.offload", OFFLOADED, 'yield group | {"params": own}\n            own',
+           'yield group | {"params": own, "lr": 0.0, "peak_lr": 0.0}\n            own', "Some parameters are not trained.", (), (OFFLOAD_TESTS,)),
+    Mutant("an update does not wait for its states", "optimizer.offload", OFFLOADED, "            wait(here)\n", "",
+           "States are updated while they are copied.", (), (STATES,)),
+    Mutant("states are freed before they are on the host", "optimizer.offload", OFFLOADED, "            wait(leaving)\n", "",
+           "Other states overwrite those that are copied.", (), (STATES,)),
+    Mutant("copies do not wait for updates", "optimizer.offload", OFFLOADED,
+           "    stream.wait_stream(torch.cuda.current_stream())\n", "", "States are copied to the host while they are updated.", (), (STATES,)),
+    Mutant("the event comes before the copies of states", "optimizer.offload", OFFLOADED,
+           "    with torch.cuda.stream(stream):\n", "    with torch.cuda.stream(stream):\n        return stream.record_event()\n",
+           "What waits for copies waits for nothing.", (), (STATES,)),
+    Mutant("states are not pinned", "optimizer.offload", OFFLOADED, "pin_memory=value.is_cuda", "pin_memory=False",
+           "The host waits for every copy.", (), (STATES,)),
 ]
 # fmt: on

@@ -75,7 +75,7 @@ def _swap(model: nn.Module, optimizers: Optimizers) -> None:
         for parameter, state in states.items():
             if STATE in state:
                 average, weight = local_part(state[STATE]), local_part(master_of(parameter)).clone()
-                set_master(parameter, average)
+                set_master(parameter, average.to(weight.device))  # with optimizer.offload it is on the host
                 average.copy_(weight)
     # FSDP may have kept whole parameters after the last forward
     for module in model.modules():

@@ -4,6 +4,7 @@ scheduler.
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,8 @@ def sgd(model: nn.Module, config: SGD, mesh: Mesh) -> list[torch.optim.Optimizer
 
 def _adamw(parameters: list[nn.Parameter], config: AdamW) -> torch.optim.AdamW:
     """Build AdamW, of which parameters without weight decay are a group of their own."""
-    return (SplitAdamW if config.masters == "split" else torch.optim.AdamW)(
+    kind: Any = partial(SplitAdamW, offload=config.offload) if config.masters == "split" else torch.optim.AdamW
+    return kind(
         _groups(parameters, config),
         lr=config.lr,
         betas=(config.beta1, config.beta2),

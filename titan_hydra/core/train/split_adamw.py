@@ -22,15 +22,16 @@ class SplitAdamW(torch.optim.AdamW):
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """Create the state of every parameter in float32."""
+    def __init__(self, *args: Any, offload: bool = False, **options: Any) -> None:
+        """Create the state of every parameter in float32, with `offload` in the host\'s memory."""
         super().__init__(*args, **options)
         for group in self.param_groups:
             for parameter in group["params"]:
+                place: dict[str, Any] = {"device": "cpu", "pin_memory": parameter.is_cuda} if offload else {}
                 self.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter, dtype=torch.float32),
-                    "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter, dtype=torch.float32, **place),
+                    "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32, **place),
                 }
 
     @torch.no_grad()

@@ -30,6 +30,7 @@ from titan_hydra.core.parallel.stages import split, whole
 from . import ema, qk_clip
 from .groups import Groups
 from .objectives import Objective, build_objective
+from .offloaded import Offloaded
 from .optimizer import build_optimizers
 from .optimizer import step as optimizer_step
 from .step import Agreement, Plain, build_step
@@ -183,6 +184,9 @@ class Parts:
             clip.follow(optimizers)  # before the averages, which are those of the scaled weights
         if job.optimizer.ema_decay:
             ema.follow_weights(optimizers, job.optimizer.ema_decay)
+        if job.optimizer.offload:  # last, as it takes all states
+            for optimizer in optimizers:
+                Offloaded(optimizer)
         return Trainer(
             job=job,
             mesh=self.mesh,

@@ -27,6 +27,7 @@ SAVED = "saved activations"  # name of the term that activation checkpointing ch
 # schedule and rank (pp 4 and 8)
 EARLY = 2
 CHUNK = 2**24  # number of elements that an update of split masters joins at a time (core/kernels/split_masters.py)
+BUCKET = 2**24  # elements whose states an update brings to the device together (core/train/offloaded.py)
 LOGITS = 2**24  # number of logits that QK-clip computes at a time (core/kernels/logits.py)
 BAND = 0.10  # relative half-width of the error band: none of the paper's 18 rows has a larger error
 
@@ -113,7 +114,7 @@ def _of_rank(shape: Shape, rank: int, constants: Constants) -> Peak:
     frozen = parameters * shape.used / shape.shards if shape.adapter else 0
     always = [
         Term("weights", trained * share + frozen),
-        Term("optimizer", trained * share * shape.moments),
+        Term("optimizer", 0 if shape.job.optimizer.offload else state_bytes(shape, rank)),
         Term("weight copies", copies),
     ]
     moments = [
@@ -181,7 +182,24 @@ def _moments(shape: Shape, rank: int, parameters: float, constants: Constants) -
     if 0 in stages:
         yield from _of_earlier_stacks(shape, before, parameters, others)
     joined = Term("update", 12 * min(CHUNK, parameters / shape.shards))
-    yield parameters, [joined] if shape.job.optimizer.masters == "split" else []
+    update = [joined] if shape.job.optimizer.masters == "split" else []
+    yield parameters, update + ([_updated(shape, rank)] if shape.job.optimizer.offload else [])
+
+
+def state_bytes(shape: Shape, rank: int) -> float:
+    """Return the bytes of a pipeline rank's states of the optimizer, on one device."""
+    return shape.trained(shape.stages[rank]) * shape.stored / shape.shards * shape.moments
+
+
+def _updated(shape: Shape, rank: int) -> Term:
+    """Return the states that are on the device together with optimizer.offload: those of three groups of parameters. The
+    largest has the embedding or the head, and each other one at most BUCKET elements and a matrix of a block.
+    """
+    tp = shape.job.parallelism.tp
+    matrix = shape.block / 3 if shape.experts else max(one.size(tp) for one in shape.linears)
+    largest = max(shape.embedding, shape.head, matrix) / shape.shards
+    elements = max(largest, BUCKET) + 2 * (BUCKET + matrix / shape.shards)
+    return Term("states in the update", min(elements * shape.stored * shape.moments, state_bytes(shape, rank)))
 
 
 def _largest_logits(shape: Shape) -> Term:
@@ -298,12 +316,15 @@ def input_bytes(shape: Shape) -> float:
 
 
 def on_the_host(job: Job) -> float:
-    """Return the bytes of pinned host memory that a device needs for the inputs of its blocks; 0 without ac=offload."""
-    if not mode_of(job).host:
+    """Return the bytes of pinned host memory that a device needs: for the inputs of its blocks with ac=offload, and for
+    the states of its optimizer with optimizer.offload.
+    """
+    if not (mode_of(job).host or job.optimizer.offload):
         return 0
     shape = shape_of(job)
-    most = max(in_flight(job, rank, shape.layers).most for rank in range(len(shape.stages)))
-    return most * input_bytes(shape)
+    ranks = range(len(shape.stages))
+    inputs = [in_flight(job, rank, shape.layers).most * input_bytes(shape) * mode_of(job).host for rank in ranks]
+    return max(size + state_bytes(shape, rank) * job.optimizer.offload for rank, size in enumerate(inputs))
 
 
 def _norms(shape: Shape) -> float:

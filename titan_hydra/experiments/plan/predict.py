@@ -22,7 +22,7 @@ from titan_hydra.core.job.dtypes import GIB, converts
 from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.inputs import data_sources
 from titan_hydra.core.job.ranks import all_ranks, runs_here
-from titan_hydra.core.job.recomputation import modes_that_keep_less
+from titan_hydra.core.job.recomputation import mode_of, modes_that_keep_less
 from titan_hydra.core.job.rules.checks import check
 
 from . import memory, time
@@ -235,7 +235,8 @@ def notes(job: Job) -> list[str]:
             "nobody measured this, and weights' gradients are in bf16"
         )
     if pinned := on_the_host(job):
-        lines.append(f"ac={job.ac.name}: {in_bytes(pinned)} of pinned host memory for each device")
+        why = [f"ac={job.ac.name}"] * mode_of(job).host + ["optimizer.offload=true"] * job.optimizer.offload
+        lines.append(f"{', '.join(why)}: {in_bytes(pinned)} of pinned host memory for each device")
     return lines
 
 

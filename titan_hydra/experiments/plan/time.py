@@ -30,7 +30,12 @@ TOKEN_BYTES = 36
 SPLIT_BYTES = 28
 SIMULATED = 4  # microbatches of a pipeline that are simulated, per pipeline rank
 LATENCY = 0.01  # seconds of a step that no other term includes
-OPTIONAL = ("float8_tflops", "flash_tflops", "passes_per_second")  # keys of `hardware` whose values may be null
+OPTIONAL = (
+    "float8_tflops",
+    "flash_tflops",
+    "passes_per_second",
+    "host_gbs",
+)  # keys of `hardware` whose values may be null
 
 
 Passes = dict[str, Pair]  # the passes of a block by kind of work
@@ -63,6 +68,10 @@ def speed(job: Job, factors: Factors = FITTED, shape: Shape | None = None, exact
         raise NotPredictable(f"hardware={hardware.name}: has no {missing[0]}, so no time can be predicted")
     if shape.format and not shape.format.timed:
         raise NotPredictable(f"precision={job.precision.name}: nobody has measured the rate of its matmuls")
+    if hardware.host_gbs is None and (mode_of(job).host or job.optimizer.offload):
+        raise NotPredictable(
+            f"hardware={hardware.name}: has no host_gbs, so the time of copies to the host is not known"
+        )
     if shape.format and hardware.float8_tflops is None:
         raise NotPredictable(f"precision={job.precision.name}: hardware={hardware.name} has no matmuls in this format")
     kinds, head = [(one, block_passes(one, factors)) for one in (*shape.before, shape)], head_passes(shape, factors)
@@ -165,12 +174,10 @@ def _gradient_sums(shape: Shape, factors: Factors) -> float:
 
 
 def _offload(shape: Shape, kernels: Pair) -> Pair:
-    """Return how much longer a block's input takes to the host, and back from it, than the block's kernels run, or 0.
-    PCIe is assumed to be as fast as the network card, which is behind it.
-    """
+    """Return how much longer a block's input takes to the host, and back from it, than the block's kernels run, or 0."""
     if not mode_of(shape.job).host:
         return Pair(0.0, 0.0)
-    copy = input_bytes(shape) / (shape.job.hardware.nic_gbs * 1e9)
+    copy = input_bytes(shape) / (shape.job.hardware.host_gbs * 1e9)
     return Pair(*(max(copy - spent, 0) for spent in kernels))
 
 
@@ -181,10 +188,15 @@ def _host(shape: Shape, factors: Factors, kernels: float) -> Pair:
 
 
 def _optimizer(shape: Shape, factors: Factors) -> float:
-    """Return the seconds of the update, computed from the memory traffic of the rank with the most parameters."""
+    """Return the seconds of the update, computed from the memory traffic of the rank with the most parameters. With
+    optimizer.offload, states come and go at the same time, while others are updated.
+    """
     parameters = max(map(shape.parameters, range(len(shape.layers)))) * len(shape.stages[0]) / shape.shards
     traffic = SPLIT_BYTES if shape.job.optimizer.masters == "split" else TOKEN_BYTES
-    return parameters * traffic * (1 + shape.moments) / 3 / bandwidth(shape, factors) + LATENCY
+    update = parameters * traffic * (1 + shape.moments) / 3 / bandwidth(shape, factors)
+    if shape.job.optimizer.offload:
+        update = max(update, parameters * shape.stored * shape.moments / (shape.job.hardware.host_gbs * 1e9))
+    return update + LATENCY
 
 
 def _pipeline_calls(shape: Shape) -> float:

@@ -28,6 +28,10 @@ CONTINUED: list[Case] = [
     *(case(f"{name}, resumed", 2, "parallelism=fsdp", "data.local_batch=4", *more, resumed=True, **options)
       for name, more, options in (
           ("fsdp 2", (), {}), ("fsdp 2, muon", (), MUON), ("split masters, fsdp 2", (), SPLIT),
+          ("states offloaded, fsdp 2, muon", ("optimizer.offload=true",), MUON),
+          ("states offloaded, fsdp 2, then on the device, tp 2", ("optimizer.offload=true",),
+           {"then": ("optimizer.offload=false", "parallelism=tp", "data.local_batch=8")}),
+          ("states offloaded, qwen3_moe, fsdp 2, ep 2", ("parallelism.ep=2", "optimizer.offload=true"), {"base": MOE}),
           ("fsdp 2, documents", (), {"base": (*PACKED, "data.shuffle_buffer=3")}),
           ("fsdp 2, a mixture", (), {"base": MIXTURE}),
           ("whole masters, fsdp 2, then split masters, tp 2", ("optimizer.masters=whole",),
@@ -53,6 +57,8 @@ CONTINUED: list[Case] = [
           ("tp 2, then fsdp 2", ("parallelism=tp", "data.local_batch=16"), (), ("parallelism=fsdp", "data.local_batch=4"), EXACT),
           ("fsdp 2, then pp 2", ("parallelism=fsdp", "data.local_batch=8"), (), ("parallelism=pp", "data.local_batch=16"), EXACT),
           ("cp 2", ("parallelism=cp", "data.local_batch=16"), (), (), EXACT),
+          ("states offloaded, pp 2, then fsdp 2", ("parallelism=pp", "data.local_batch=16", "optimizer.offload=true"), (),
+           ("parallelism=fsdp", "data.local_batch=8"), EXACT),
           ("sgd, ddp 2", ("parallelism=ddp", "data.local_batch=8"), ("optimizer=sgd",), (), EXACT),
           ("bf16, ddp 2", ("parallelism=ddp", "data.local_batch=8", "precision=bf16"), (), (), COARSE),
           ("split masters, fsdp 2", ("parallelism=fsdp", "data.local_batch=8", *HALVED), (), (), COARSE))),

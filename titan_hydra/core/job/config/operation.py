@@ -278,6 +278,13 @@ class Hardware:
         None, "bus bandwidth of a collective inside a node, 10^9 bytes/s per device", POSITIVE, identity=False
     )
     nic_gbs: float | None = key(None, "bandwidth between nodes, 10^9 bytes/s per device", POSITIVE, identity=False)
+    host_gbs: float | None = key(
+        None,
+        "bandwidth between the host's pinned memory and a device in each direction, while all devices of a node copy, "
+        "10^9 bytes/s per device",
+        POSITIVE,
+        identity=False,
+    )
     dispatcher: str = key(
         "all_to_all",
         "what exchanges the rows of experts: torch's all_to_all, or deep_ep, a library of yours that sends a token once "

@@ -275,9 +275,17 @@ register(
 
 UPDATES = "titan_hydra.core.train.optimizer"
 for optimizer in (
-    OptimizerKind("adamw", f"{UPDATES}:adamw", AdamW, splits_masters=True, like_adam=True),
-    OptimizerKind("muon", f"{UPDATES}:muon", MuonAndAdamW, lambda config: 1, needs_float32=True, like_adam=True),
-    OptimizerKind("sgd", f"{UPDATES}:sgd", SGD, lambda config: int(config.sgd_momentum > 0)),
+    OptimizerKind("adamw", f"{UPDATES}:adamw", AdamW, splits_masters=True, like_adam=True, by_parameter=True),
+    OptimizerKind(
+        "muon",
+        f"{UPDATES}:muon",
+        MuonAndAdamW,
+        lambda config: 1,
+        needs_float32=True,
+        like_adam=True,
+        by_parameter=True,
+    ),
+    OptimizerKind("sgd", f"{UPDATES}:sgd", SGD, lambda config: int(config.sgd_momentum > 0), by_parameter=True),
 ):
     register(optimizer)
 for rate in (

@@ -74,7 +74,8 @@ class OptimizerKind:
     `moments(Optimizer)` is the number of states per parameter, for the estimate of memory. `splits_masters` is whether
     the optimizer updates parameters with a `lower_half` (optimizer.masters=split). `like_adam` is whether the size of
     an update depends only on the learning rate, as with AdamW and Muon; parametrization=mup has factors for such
-    optimizers.
+    optimizers. `by_parameter` is whether a step of some of the parameters updates them as a step of all parameters
+    does; optimizer.offload makes such steps.
     """
 
     name: str
@@ -84,6 +85,7 @@ class OptimizerKind:
     needs_float32: bool = False
     splits_masters: bool = False
     like_adam: bool = False
+    by_parameter: bool = False
 
 
 def states_per_parameter(optimizer: Any) -> int:

@@ -196,6 +196,13 @@ class Optimizer:
         choices=("whole", "split"),
         changes="technique",
     )
+    offload: bool = key(
+        False,
+        "keep the optimizer's states, such as AdamW's moments, in the host's pinned memory between steps; an update brings "
+        "them to the device and back, and gives the same weights",
+        identity="if set",
+        changes="technique",
+    )
     ema_decay: float = key(
         0.0,
         "decay of an exponential moving average (EMA) of the weights, such as 0.999, which validation.ema and `titan "

@@ -41,6 +41,20 @@ def masters_can_be_split(job: Job) -> Iterator[Fault]:
         yield Fault("optimizer.masters", "split", why, legal=("whole",))
 
 
+def states_can_be_offloaded(job: Job) -> Iterator[Fault]:
+    """States in the host's memory are updated for some parameters at a time, and are not exchanged."""
+    if not job.optimizer.offload:
+        return
+    kind = OPTIMIZERS[job.optimizer.name]
+    whys = {
+        f"optimizer.name={kind.name} may need all parameters in one step (by_parameter of its record)": not kind.by_parameter,
+        f"fault_tolerance={job.fault_tolerance.name} exchanges what is on the devices": job.fault_tolerance.name
+        != "off",
+    }
+    if why := _first(whys):
+        yield fault_at(job, "optimizer.offload", why, False)
+
+
 def averages_can_be_kept(job: Job) -> Iterator[Fault]:
     """The average of the weights is kept in float32 beside float32 weights, by one replica group."""
     if not job.optimizer.ema_decay:
@@ -77,4 +91,10 @@ def _first(whys: dict[str, bool]) -> str | None:
     return next((why for why, holds in whys.items() if holds), None)
 
 
-RULES = (optimizer_has_the_parameters_it_needs, masters_can_be_split, averages_can_be_kept, heads_can_be_clipped)
+RULES = (
+    optimizer_has_the_parameters_it_needs,
+    masters_can_be_split,
+    states_can_be_offloaded,
+    averages_can_be_kept,
+    heads_can_be_clipped,
+)
