@@ -72,6 +72,22 @@ def test_one_wrong_cell_stops_all_before_sbatch(submit):
         submit.cluster.clear()
 
 
+def test_one_pass_is_counted_before_the_submission(submit):
+    """Each cell of the array has its own number of steps."""
+    file = submit.folder / "drawn.jsonl"
+    row = {"tokens": list(range(20)), "old_logprobs": [-8.0] * 10, "advantages": 1.0}
+    file.write_text((json.dumps(row) + "\n") * 22)
+    words = ("data=rollouts", f"data.path={file}", "data.seq_len=32", "data.local_batch=1", "steps=epoch")
+    with submit.cluster.closed():
+        submit.submit("-m", "gpus=2", "data.global_batch=2,4", *words)
+        frozen = {run: json.loads((run / "config.json").read_text()) for run in submit.cells()}
+        assert sorted(one["steps"] for one in frozen.values()) == [6, 11]
+    submit.settle()
+    for run, config in frozen.items():
+        assert submit.done(run) and len(submit.losses(run)) == config["steps"], submit.story()
+        assert config["data"]["samples"] == 22
+
+
 def test_ranks_import_the_users_modules_as_they_were_submitted(submit):
     module = submit.folder / "mine.py"
     module.write_text("print('the module as submitted')\n")
