@@ -16,6 +16,9 @@ from titan_hydra.core.job.freeze import freeze
 from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.train.objectives import build_objective
 from titan_hydra.experiments.compose.compose import compose_job, compose_unchecked
+from titan_hydra.experiments.launch.cell import Cell, of_another_pass
+from titan_hydra.experiments.launch.longer import not_extended
+from titan_hydra.experiments.runs.rundir import directory_of
 
 ROWS = 110
 BATCH = 8
@@ -223,3 +226,18 @@ def test_a_file_that_is_damaged_later_costs_its_samples_and_repeats_no_other(tmp
     with (tmp_path / "part0.bin").open("r+b") as file:
         file.truncate(100)
     assert read(job, 2, job.steps)[0] == Counter(range(1040, 1000 + ROWS))
+
+
+def test_changed_data_begin_no_new_run_without_a_word_and_a_pass_is_not_extended(tmp_path):
+    words = (*chat(tmp_path), f"paths.runs={tmp_path}/runs")
+    before, other = job_of(words), job_of(words, "optimizer.lr=0.5")
+    for job in (before, other):
+        directory_of(job).mkdir(parents=True)
+        (directory_of(job) / "config.json").write_text(json.dumps(to_dict(job)))
+    file = Path(words[1].partition("=")[2])
+    file.write_text(file.read_text() * 2)
+    now = job_of(words)
+    (fault,) = of_another_pass(Cell(1, [], now, directory_of(now), 1))
+    assert fault.key == "steps" and directory_of(before).name in str(fault) and "launch.force=true" in str(fault)
+    assert not list(of_another_pass(Cell(1, [], before, directory_of(before), 1)))
+    assert not_extended(before) and not not_extended(job_of(words, "steps=3"))

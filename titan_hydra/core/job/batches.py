@@ -18,10 +18,8 @@ def local_batches(job: Job) -> int:
     return job.data.global_batch // samples_at_once(job)
 
 
-def pass_in_words(job: Job) -> str | None:
-    """Return the numbers behind steps=epoch in a line; None for a job whose number of steps was typed."""
-    if job.data.samples is None:
-        return None
+def pass_in_words(job: Job) -> str:
+    """Return the numbers behind steps=epoch in a line."""
     return f"steps=epoch: {counted(job.steps, 'step')}, for {job.data.samples:,} samples, {job.data.global_batch:,} in a step"
 
 

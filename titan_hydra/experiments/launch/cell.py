@@ -105,12 +105,10 @@ def of_another_pass(cell: Cell) -> Iterator[Fault]:
     """With steps=epoch, the number of steps follows from the data. Yield a fault for each run of the same job that began
     when the data had another number of samples; otherwise changed data would begin a new run, without a word.
     """
-    if cell.job.data.samples is None:
-        return
     for directory in sorted(cell.runs.glob(f"{cell.job.name}-*")):
         then = layout.CONFIG.read(directory)
         samples = then.get("data", {}).get("samples")
-        if samples is None:
+        if samples in (None, cell.job.data.samples):
             continue
         data = dataclasses.replace(cell.job.data, samples=samples)
         if identity(dataclasses.replace(cell.job, steps=then["steps"], data=data)) == hash_of(directory):

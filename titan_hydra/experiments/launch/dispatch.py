@@ -196,8 +196,8 @@ def faults_of_the_place(cells: list[Cell], states: list[State]) -> Iterable[Faul
     began = {cell.directory: cell.job for cell, state in zip(cells, states, strict=True) if state.kind != "new"}
     done = {cell.directory for cell, state in zip(cells, states, strict=True) if state.kind == "done"}
     faults += [] if launch.force else inputs.check_files(began, cells[0].runs, done=done)
-    new = [] if launch.force else [cell for cell in cells if cell.directory not in began]
-    faults += [fault for cell in new for fault in of_another_pass(cell)]
+    counted_anew = [cell for cell in cells if cell.job.data.samples is not None and cell.directory not in began]
+    faults += [fault for cell in counted_anew if not launch.force for fault in of_another_pass(cell)]
     faults += without_proof(to_start(cells, states))
     faults += own_kernels.under_a_ring([cell.job for cell in to_start(cells, states)])
     faults += _executor(cells).check(cells, states)

@@ -50,8 +50,8 @@ def results(cells: list[Cell], states: list[State]) -> None:
 def passes(cells: list[Cell]) -> None:
     """Print the number of steps of each cell with steps=epoch."""
     for cell in cells:
-        if words := pass_in_words(cell.job):
-            print(f"{cell.directory.name}: {words}", flush=True)
+        if cell.job.data.samples is not None:
+            print(f"{cell.directory.name}: {pass_in_words(cell.job)}", flush=True)
 
 
 def dry_run(cells: list[Cell], states: list[State], hours: float | None) -> None:

@@ -224,8 +224,8 @@ def not_counted(job: Job) -> list[str]:
 def notes(job: Job) -> list[str]:
     """Return lines beside a prediction: what it does not count, and what exchanges the rows of experts."""
     lines = not_counted(job)
-    if number := pass_in_words(job):
-        lines.append(number)
+    if job.data.samples is not None:
+        lines.append(pass_in_words(job))
     if job.model.sparse:
         exchange = DISPATCHERS[job.hardware.dispatcher]
         lines.append(f"{exchange} exchanges rows of experts between ranks (hardware.dispatcher)")

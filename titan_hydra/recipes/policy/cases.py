@@ -45,7 +45,13 @@ def of(name: str, source: str, seq_len: int, layouts: tuple = LAYOUTS) -> list[C
 
 # The objective of pairs needs whole documents, so it has no case with context parallelism. Samples have room for two
 # pairs, so that their numbers of pairs differ.
-OF_PAIRS = of("dpo", "preference", 128, tuple(layout for layout in LAYOUTS if layout[0] != "cp 2"))
+# One pass has fewer samples than a step takes: rank 1 of two has several that do not count.
+ONE_PASS = {"base": (*data_of("preference", 128), "steps=epoch")}
+OF_PAIRS = [
+    *of("dpo", "preference", 128, tuple(layout for layout in LAYOUTS if layout[0] != "cp 2")),
+    case("dpo, one pass, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **ONE_PASS, gradients=2e-5, slow=True),
+    case("dpo, one pass, against float64", 1, "parallelism=single", "data.local_batch=4", **EXACT | ONE_PASS),
+]
 STEERED = {"base": (*data_of("rollouts", 32), "objective.kl=0.3", "objective.clip_high=0.28")}
 OF_ROLLOUTS = [
     *of("policy", "rollouts", 32),
