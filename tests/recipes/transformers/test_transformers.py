@@ -263,6 +263,13 @@ def test_keys_replace_what_config_json_says(tmp_path):
             "parallelism.tp",
             "nearest legal: 1",
         ),
+        (
+            "llama",
+            {},
+            ("precision=nvfp4", "precision.emulate=true"),
+            "precision.converter",
+            "one of float8, mxfp8, null",
+        ),
         ("llama", {}, ("parallelism=cp", "gpus=2"), "parallelism.cp", "nearest legal: 1"),
         ("granite", {}, ("parallelism=pp", "gpus=2"), "parallelism.pp", "proven for llama, qwen2"),
         ("qwen3", {}, ("parallelism=pp", "gpus=2"), "model.tie_embeddings", "nearest legal: false"),

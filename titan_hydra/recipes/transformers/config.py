@@ -233,6 +233,9 @@ def faults(job: Any) -> Iterator[Fault]:
             yield fault_at(job, f"parallelism.{degree}", f"{said} {name} parallelism is proven for {proven}", 1)
     if job.data.document_mask and kind not in PROVEN:
         yield fault_at(job, "data.document_mask", f"{said} documents of {proven} are proven to be apart", False)
+    if job.precision.converter not in (None, "float8", "mxfp8"):
+        reason = "linears of a model of transformers were not compared in this format"
+        yield fault_at(job, "precision.converter", reason, "float8", "mxfp8", None)
     if job.parallelism.tp > 1 and job.precision.converter:
         reason = f"linears of a model of transformers are not split in a number format ({job.precision.converter})"
         yield fault_at(job, "parallelism.tp", reason, 1)
