@@ -169,6 +169,10 @@ def test_why_names_the_rule_or_the_terms(capsys):
             "precision=float8_rowwise: hardware=a100 has no matmuls in this format",
         ),
         (
+            ["hardware=b200", "precision=nvfp4", "--gpus", "8", "--cell"],
+            "precision=nvfp4: nobody has measured the rate of its matmuls; memory is predicted: ",
+        ),
+        (
             ["parallelism.tp=16", "gpus=16", "--cell"],
             "parallelism.tp=16: 8 key/value heads cannot be split over it; nearest legal: 8",
         ),

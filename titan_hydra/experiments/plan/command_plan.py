@@ -190,7 +190,7 @@ def one_layout(job: Job, gpus: int | None, args: argparse.Namespace) -> int:
         return Exit.DONE
     prediction = predict.predict(job)
     if prediction.reason:
-        raise ConfigError(prediction.reason)
+        raise ConfigError(f"{prediction.reason}; memory is predicted: {predict.line(prediction)[0]} GiB")
     proofs = [proof(job)] if args.prove else []
     if args.json:
         print(to_json(predict.as_json(prediction) | {"rules": broken} | ({"counted": proofs[0]} if proofs else {})))

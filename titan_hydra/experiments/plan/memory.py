@@ -278,7 +278,7 @@ def saved(shape: Shape) -> float:
             shape.stack.kept - shape.stack.again * shape.compiled + _mask(shape) / shape.tokens
         ) + _attention(shape)
     elif (
-        shape.compiled and shape.format and tp == 1
+        shape.compiled and shape.format and shape.fast_linears and tp == 1
         # the compiler keeps the outputs of both norms and the input of w2 in the number format instead of the compute dtype
     ):
         everything -= (2 * dim + width) * (used - shape.format.bytes)
