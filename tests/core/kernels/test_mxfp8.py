@@ -20,9 +20,15 @@ EMULATED = (*SPARSE, "precision.emulate=true")
 
 
 def drawn(dtype, experts=3, rows=70):
+    """Return rows, weights and a gradient. Their range is wide, as scales are powers of two, which change the rounding of
+    values alone that are small beside the largest of their block.
+    """
     torch.manual_seed(0)
-    made = torch.randn(rows, 64, dtype=dtype), torch.randn(experts, 96, 64, dtype=dtype)
-    return [*(x.requires_grad_() for x in made), torch.randn(rows, 96, dtype=dtype)]
+    tensors = [
+        torch.randn(shape) * (4 * torch.randn(shape)).exp() for shape in ((rows, 64), (experts, 96, 64), (rows, 96))
+    ]
+    rows, weights, gradient = (tensor.to(dtype) for tensor in tensors)
+    return rows.requires_grad_(), weights.requires_grad_(), gradient
 
 
 def converted(*words, experts=None, device="cpu"):
