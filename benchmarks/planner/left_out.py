@@ -30,16 +30,20 @@ from titan_hydra.instruments.rates.calibrate import descend
 from titan_hydra.instruments.rates.command_score import LEFT_OUT
 from titan_hydra.instruments.rates.published import Scored, rows_of, score
 
-# The fit begins with the H200's measured rates, scaled by data sheets, and with factors of almost no effect. A constant
-# on which no remaining row depends keeps its first value.
+# The fit begins with rates of single kernels that no row determined, scaled by data sheets, and with factors of almost no
+# effect. A constant on which no remaining row depends keeps its first value.
 START = {
-    "h100.attention_tflops": 533,  # a step on the H200 reached 475 at 8,192 tokens (conf/hardware/h200.yaml)
-    "h100.short_attention": 1000,  # from the curves in FlashAttention-3's paper
-    "h100_2023.attention_tflops": 285,  # flash_tflops of h200
-    "a100_2023.bf16_tflops": 268,  # MAMF of stas00/ml-engineering: the largest rate of a loop of matmuls
-    "a100_2023.attention_tflops": 90,  # 285 x 312 / 989
-    "b200.attention_tflops": 1213,  # 533 x 2,250 / 989
-    "b200.short_attention": 2000,  # twice the H100's
+    # cuDNN 9.1 in FlashAttention-3's paper, heads of 128, causal: 217 at 512 tokens, 393 at 2,048, 475 at 8,192, 485 at
+    # 16,384 (backward: without a mask, times the forward's ratio). A step on the H200 also reached 475 at 8,192.
+    "h100.attention_tflops": 505,
+    "h100.short_attention": 520,
+    # 25 to 40 % of 312, which the first FlashAttention reached (abstract of FlashAttention-2's paper); the H100 is 285 / 175
+    # times as fast with the kernel of FlashAttention-2
+    "a100_2023.attention_tflops": 101,
+    "h100_2023.attention_tflops": 165,
+    "b200.attention_tflops": 1150,  # 505 x 2,250 / 989
+    # forward of FlashAttention-4: 660 at 1,024 tokens, 899 at 2,048, 1,062 at 4,096 (its pull request #2605)
+    "b200.short_attention": 1040,
     "mi300x.bf16_tflops": 782,  # MAMF with ROCm 6.2; 450 with ROCm 6.1
     "mi300x.float8_tflops": 1802,  # 782 x 1,590 / 690
     "mi300x.attention_tflops": 628,  # 475 x 1,307 / 989

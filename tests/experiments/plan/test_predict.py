@@ -102,6 +102,23 @@ def test_gradients_take_the_memory_of_freed_activations_unless_fsdp_keeps_them_a
     assert terms(sharded)["gradients"] == pytest.approx(shape_of(sharded).parameters(0) * 4 / 8 / memory.GIB)
 
 
+def test_a_scale_for_each_block_takes_one_pass_for_a_cast():
+    """mxfp8 reads each element once for each direction of a matmul; with a scale for each row the maximum comes first."""
+    rows, blocks = (
+        time.speed(job_of("hardware=b200", f"precision={name}", "compile=block"))
+        for name in ("float8_rowwise", "mxfp8")
+    )
+    assert 0 < blocks.parts["Float8 casts"] < 0.3 * rows.parts["Float8 casts"]
+    assert blocks.parts["matmuls"] == rows.parts["matmuls"]
+
+
+def test_kernels_of_attention_are_slower_for_short_sequences():
+    """The rates at 512 and 8,192 tokens are those of FlashAttention-2's kernel in FlashAttention-3's paper."""
+    shapes = [shape_of(job_of("model.attention=flash", f"data.seq_len={length}")) for length in (512, 8192)]
+    short, long = (time._attention_rate(shape, FITTED) / 1e12 for shape in shapes)
+    assert short == pytest.approx(145, rel=0.02) and long == pytest.approx(298, rel=0.05)
+
+
 def test_fused_kernels_cast_and_normalize_in_less_time_and_keep_less():
     jobs = [
         job_of("precision=float8_rowwise", "compile=block", f"precision.kernels={name}")

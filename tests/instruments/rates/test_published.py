@@ -102,8 +102,8 @@ def test_all_rows_are_predicted_as_the_page_says():
     counted = [one for one in found if not one.apart]
     dense = [abs(one.error) for one in counted if one.technique.startswith("dense")]
     experts = [abs(one.error) for one in counted if one.technique.startswith("experts")]
-    assert len(counted) == 183 and median(dense) < 0.045 and max(dense) < 0.35
-    assert median(experts) < 0.16 and max(experts) < 0.44
+    assert len(counted) == 199 and median(dense) < 0.045 and max(dense) < 0.37
+    assert median(experts) < 0.13 and max(experts) < 0.44
     memory = sorted(abs(one.memory[1] / one.memory[0] - 1) for one in counted if one.memory)
     assert memory[-1] < 0.12
     inside = [abs(one.deviation) <= band_of(one.shape.job) for one in counted]
@@ -152,3 +152,20 @@ def test_the_command_reads_a_file_of_rows(tmp_path, capsys):
     assert "is not a list of rows with an id each" in capsys.readouterr().err
     assert main(["rates", "score", str(tmp_path / "none.yaml")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_rows_run_the_kernels_that_their_software_called():
+    """NeMo's launcher of 24.03 switched cuDNN's kernel off; Megatron's other rows have it, also in a ring, whose two
+    streams lose no time; gradients of Megatron are summed in bfloat16.
+    """
+    known = {row["id"]: row for row in rows_of(PUBLISHED)}
+    for name, kernel, preset in (
+        ("nemo-long-h100-7b-16k", "model.attention=flash", "hardware=h100"),
+        ("nemo-24.12-llama3_8b-8", "hardware.flash_tflops=null", "hardware=h100"),
+        ("fms-h100-7b", "model.attention=flash", "hardware=h100"),
+        ("foundry-h100-mpt7b-s2048-g8-mb6", "hardware=h100_2023", "hardware=h100_2023"),
+    ):
+        assert {kernel, preset} <= {*score(known[name]).overrides}, name
+    ring = score(known["nemo-24.12-llama3_8b-8"]).shape
+    rates = [time._attention_rate(replace(ring, transformer_engine=one), time.FITTED) for one in (True, False)]
+    assert ring.reduced == 2 and rates[1] == pytest.approx(time.FITTED.ring * rates[0])

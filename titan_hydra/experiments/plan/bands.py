@@ -2,7 +2,8 @@
 this device were measured.
 
 The bands are from `python benchmarks/planner/left_out.py`: each contains 85 % of the published rows of its technique,
-predicted with constants that were fitted without the rows' own publishers. A band is a share of the prediction.
+or more, predicted with constants that were fitted without the rows' own publishers. A band is a share of the prediction.
+Bands were not narrowed when errors fell, as 12 of 16 rows that were read afterwards are outside such bands.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ BANDS = {
     "h100, dense, cp": 0.25,
     "h100, experts across nodes": 0.2,
     "h100, experts inside nodes": 0.35,
-    "b200, experts inside nodes": 0.4,
+    "b200, experts inside nodes": 0.45,
 }
 DEVICES = ("h100", "h200", "b200", "a100")  # measured by several publishers, or by us
 # the least half-width for any other preset of this package: it contains the MI300X's rows, which one publisher measured,

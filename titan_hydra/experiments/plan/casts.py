@@ -7,6 +7,9 @@ from .shape import Shape
 
 # bytes per element of a cast to Float8 with one scale: bf16 is read twice (for the maximum, to cast), a byte is written
 CAST_BYTES = 5
+# the same with a scale for each block of 32 elements: bf16 is read once, a byte is written. torchao's kernels reach 85 % of a
+# B200's bandwidth (its issue #3379)
+BLOCK_CAST_BYTES = 3
 
 
 def float8_casts(shape: Shape, factors: Factors) -> Pair:
@@ -34,6 +37,9 @@ def _casts(shape: Shape, factors: Factors) -> tuple[float, float]:
     rows = sum(linear.inputs for linear in shape.linears if not linear.column) / shape.job.parallelism.tp
     inputs = rows + 2 * dim / shape.sequence  # attention's linears share one input, and so do those of the feed-forward
     columns = sum(linear.outputs for linear in shape.linears if linear.column) / shape.job.parallelism.tp
+    if shape.format.block_scales:  # what is read by columns is cast again
+        gradients = columns + 2 * dim / shape.sequence
+        return BLOCK_CAST_BYTES * inputs, BLOCK_CAST_BYTES * (2 * gradients + inputs)
     transposed = 2 * (rows + columns + 4 * dim)
     scale = factors.cast * (1 if shape.one_scale else factors.rowwise)
     return scale * CAST_BYTES * inputs, scale * (CAST_BYTES * (columns + 2 * dim / shape.sequence) + transposed)
@@ -46,10 +52,10 @@ def _weight_casts(shape: Shape, factors: Factors) -> float:
     if not shape.fast_linears:
         return 0.0
     weights = sum(linear.size(shape.job.parallelism.tp) for linear in shape.linears)
+    once = CAST_BYTES * (1 if shape.one_scale else factors.rowwise)
     return (
-        CAST_BYTES
+        (BLOCK_CAST_BYTES if shape.format.block_scales else once)
         * weights
-        * (1 if shape.one_scale else factors.rowwise)
         / (shape.shards if shape.gathered < shape.used else 1)
         / (shape.microbatches * shape.rounds if shape.transformer_engine else 1)  # which casts weights once in a step
     )
@@ -62,7 +68,8 @@ def _expert_casts(shape: Shape, factors: Factors) -> tuple[float, float]:
     """
     if not shape.fast_experts or shape.experts is None:
         return 0.0, 0.0
-    experts, scale = shape.experts, CAST_BYTES * factors.cast * factors.rowwise
+    experts = shape.experts
+    scale = BLOCK_CAST_BYTES if shape.format.block_scales else CAST_BYTES * factors.cast * factors.rowwise
     rows = shape.tokens * experts.rows
     weights = scale * experts.parameters
     return (

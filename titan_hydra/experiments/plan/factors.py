@@ -17,8 +17,9 @@ class Factors:
     """Factors of the formulas. They were fitted to the paper's tables, unless a comment says otherwise."""
 
     eager: float = 4.0  # element-wise memory traffic of a block, as a multiple of the count in `_element_wise`
-    # the same multiple for compiled code: the lower bound of the fit, as the fitted matmul rates include all other time
-    compiled: float = 0.5
+    # the same multiple for compiled code (not fitted): what fused kernels read and write in Llama 3's block, 172 KB for a
+    # token in the forward and 253 in the backward, over three times the count of 100 KB
+    compiled: float = 1.4
     # memory traffic of Float8 casts as a multiple of the count in `_casts` (not fitted; measured on an H200: 2.1)
     cast: float = 2.0
     # ratio of the time of rowwise casts to that of tensorwise casts (measured on an H200: 120 and 56 ms)
@@ -41,13 +42,13 @@ class Factors:
     imbalance: float = 1.05  # largest number of rows that the experts of a rank get, divided by the mean over ranks
     # passes over an exchange's rows by kernels that sort and copy rows for torch's all-to-all, beyond those that
     # `ExpertShape.traffic` counts
-    copy: float = 18.0
+    copy: float = 17.5
     # seconds that the host needs to start the kernels of a forward's experts; an eager block takes `launch` besides
-    launch_experts: float = 1e-3
+    launch_experts: float = 1.7e-3
     # fraction of NVLink's rate that exchanges with experts reach (not fitted; DeepEP's README has 153 of 160 GB/s on an
     # H800, UCCL-EP's has 320 of 400 on an H200). Between nodes they reach a NIC's rate (43 to 58 GB/s with 400 Gb/s).
     dispatch: float = 0.8
-    grouped: float = 0.6  # ratio of the rate of a grouped matmul to that of a matmul of the same dimensions
+    grouped: float = 0.43  # ratio of the rate of a grouped matmul to that of a matmul of the same dimensions
 
 
 FITTED = Factors()

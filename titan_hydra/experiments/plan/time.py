@@ -266,9 +266,9 @@ def _rate(shape: Shape, linear: Linear) -> float:
 
 
 def _attention_rate(shape: Shape, factors: Factors) -> float:
-    """Return the FLOP/s of attention. torch's flash kernel has its own rate. Ring attention has a fraction (`ring`) of
-    the kernel's rate. Because of its mask, a tower needs torch's memory-efficient kernel, which is assumed to be as
-    fast as flash.
+    """Return the FLOP/s of attention. torch's flash kernel has its own rate. torch's ring attention has a fraction
+    (`ring`) of the kernel's rate; Transformer Engine's ring computes its parts on two streams. Because of its mask, a
+    tower needs torch's memory-efficient kernel, which is assumed to be as fast as flash.
     """
     job = shape.job
     call, asked, hardware = call_of(job), job.model.attention, job.hardware
@@ -278,9 +278,11 @@ def _attention_rate(shape: Shape, factors: Factors) -> float:
         or (shape.stack is not None and shape.stack.tower is not None)
         or (job.data.document_mask and takes_offsets(asked, call))
     )
-    length = job.data.seq_len
-    rate = (flash and hardware.flash_tflops) or hardware.attention_tflops * length / (length + hardware.short_attention)
-    return 1e12 * rate * (factors.ring if call.ring else 1)
+    top, half = hardware.attention_tflops, hardware.short_attention
+    if flash and hardware.flash_tflops:
+        top, half = hardware.flash_tflops, hardware.short_flash
+    ring = factors.ring if call.ring and not shape.transformer_engine else 1
+    return 1e12 * top * ring * job.data.seq_len / (job.data.seq_len + half)
 
 
 def _call(job: Job) -> float:

@@ -221,7 +221,9 @@ def _software(row: Row) -> Iterator[str]:
     """Yield overrides for the kernels and libraries that ran a row."""
     # Megatron has fused kernels, overlaps all-gathers with matmuls, and uses cuDNN's kernel in ring attention
     if _of_megatron(row):
-        yield from ("compile=block", "hardware.flash_tflops=null")
+        yield from ("compile=block", "precision.reduce_dtype=bfloat16")
+        if not any("model.attention" in line for line in row["stack"].get("overrides", ())):
+            yield "hardware.flash_tflops=null"
         if row.get("tp", 1) > 1:
             yield "parallelism.async_tp=true"
     else:

@@ -273,6 +273,9 @@ class Hardware:
         POSITIVE,
         identity=False,
     )
+    short_flash: float = key(
+        0.0, "sequence length at which torch's flash kernel runs at half of flash_tflops", NOT_NEGATIVE, identity=False
+    )
     memory_tbs: float | None = key(None, "bandwidth of the device's memory, 10^12 bytes/s", POSITIVE, identity=False)
     nvlink_gbs: float | None = key(
         None, "bus bandwidth of a collective inside a node, 10^9 bytes/s per device", POSITIVE, identity=False

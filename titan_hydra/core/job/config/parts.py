@@ -321,6 +321,7 @@ register(
         "titan_hydra.core.parallel.formats.mxfp8:convert",
         32,
         config=MXFP8,
+        block_scales=True,
         plain_gradients=lambda precision: precision.converts == "experts",
         faults="titan_hydra.core.job.rules.precision:mxfp8_faults",
         parts=lambda precision: ("linears", "experts") if precision.converts == "both" else (precision.converts,),

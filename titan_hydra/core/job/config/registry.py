@@ -253,6 +253,7 @@ class Format:
     # (Precision) -> what is converted: "linears", "experts" (torch's grouped matmuls), or both
     parts: Callable[[Any], tuple[str, ...]] = lambda precision: ("linears",)
     timed: bool = True  # whether matmuls in it run at the device's rate of Float8, for predictions
+    block_scales: bool = False  # whether each block of elements has its own scale, so that one pass casts a tensor
     tensor_parallel: bool = True  # whether the converted linears can be split over ranks
     linears: Reference | None = None  # (Job) -> the styles with which tensor parallelism splits converted linears
     before_forward: Reference | None = None  # (model) -> None; called before the forwards of a step or of a validation
