@@ -103,7 +103,7 @@ def test_all_rows_are_predicted_as_the_page_says():
     dense = [abs(one.error) for one in counted if one.technique.startswith("dense")]
     experts = [abs(one.error) for one in counted if one.technique.startswith("experts")]
     assert len(counted) == 199 and median(dense) < 0.045 and max(dense) < 0.37
-    assert median(experts) < 0.13 and max(experts) < 0.44
+    assert median(experts) < 0.17 and max(experts) < 0.51
     memory = sorted(abs(one.memory[1] / one.memory[0] - 1) for one in counted if one.memory)
     assert memory[-1] < 0.12
     inside = [abs(one.deviation) <= band_of(one.shape.job) for one in counted]

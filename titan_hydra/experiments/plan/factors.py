@@ -42,13 +42,13 @@ class Factors:
     imbalance: float = 1.05  # largest number of rows that the experts of a rank get, divided by the mean over ranks
     # passes over an exchange's rows by kernels that sort and copy rows for torch's all-to-all, beyond those that
     # `ExpertShape.traffic` counts
-    copy: float = 17.5
+    copy: float = 18.0
     # seconds that the host needs to start the kernels of a forward's experts; an eager block takes `launch` besides
-    launch_experts: float = 1.7e-3
+    launch_experts: float = 1e-3
     # fraction of NVLink's rate that exchanges with experts reach (not fitted; DeepEP's README has 153 of 160 GB/s on an
     # H800, UCCL-EP's has 320 of 400 on an H200). Between nodes they reach a NIC's rate (43 to 58 GB/s with 400 Gb/s).
     dispatch: float = 0.8
-    grouped: float = 0.43  # ratio of the rate of a grouped matmul to that of a matmul of the same dimensions
+    grouped: float = 0.55  # ratio of the rate of a grouped matmul to that of a matmul of the same dimensions
 
 
 FITTED = Factors()
