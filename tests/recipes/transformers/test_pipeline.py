@@ -21,6 +21,7 @@ LAYOUTS = {  # by the number of ranks
         "fsdp 2, pp 2, interleaved, bf16": ("gpus=4", "parallelism=fsdp_pp", "parallelism.pp=2", "data.local_batch=4",
                                             "pp_schedule=interleaved_1f1b", "precision=bf16"),
         "tp 2, pp 2": ("gpus=4", "parallelism=pp", "parallelism.tp=2", "parallelism.sequence_parallel=false", "data.local_batch=8"),
+        "cp 2, pp 2": ("gpus=4", "parallelism=pp", "parallelism.cp=2", "parallelism.cp_rotate=ulysses", "data.local_batch=8"),
     },
 }  # fmt: skip
 

@@ -35,16 +35,19 @@ QUICK = ("gpt_oss",)  # windows, experts, sinks, biases
 TP = "parallelism.sequence_parallel=false"
 ONE = ("parallelism=single", "data.local_batch=8")
 FSDP = ("parallelism=fsdp", "data.local_batch=4")
+CP = ("parallelism=cp", "parallelism.cp_rotate=ulysses")
 LAYOUTS = {  # by the number of ranks
     1: {"single": ONE},
     2: {
         "fsdp 2": FSDP,
         "ddp 2, accumulation, ac": ("parallelism=ddp", "data.local_batch=2", "ac=full"),
         "tp 2, accumulation": ("parallelism=tp", "data.local_batch=2", TP),
+        "cp 2": (*CP, "data.local_batch=4"),
     },
     4: {
         "hsdp 4": ("parallelism=hsdp", "data.local_batch=2"),
         "fsdp 2, tp 2": ("parallelism=fsdp_tp", "parallelism.tp=2", "data.local_batch=4", TP, "ac=full"),
+        "fsdp 2, cp 2": (*CP, "parallelism.dp_shard=2", "parallelism.cp=2", "data.local_batch=2", "ac=full"),
     },
 }
 HALF = ("precision=bf16", "ac=op")  # beside each layout of two ranks, for another family each
@@ -61,6 +64,7 @@ def found_by(kinds, root, ranks):
         if ranks == 2:
             chunks = CHUNKS if kind != "gemma2" else ()
             jobs[f"{kind}, bf16"] = job(folder, "gpus=2", *LAYOUTS[2]["fsdp 2"], *HALF, *chunks)
+            jobs[f"{kind}, bf16, cp 2"] = job(folder, "gpus=2", *LAYOUTS[2]["cp 2"], *HALF, *chunks)
             jobs[f"{kind}, bf16, tp 2"] = job(folder, "gpus=2", *LAYOUTS[2]["tp 2, accumulation"], *HALF, *chunks)
     return traced(root, ranks, jobs)
 
@@ -270,7 +274,9 @@ def test_keys_replace_what_config_json_says(tmp_path):
             "precision.converter",
             "one of float8, mxfp8, null",
         ),
-        ("llama", {}, ("parallelism=cp", "gpus=2"), "parallelism.cp", "nearest legal: 1"),
+        ("llama", {}, ("parallelism=cp", "gpus=2"), "parallelism.cp_rotate", "nearest legal: ulysses"),
+        ("granite", {}, (*CP, "gpus=2"), "parallelism.cp", "nearest legal: 1"),
+        ("llama", {}, (*CP, "gpus=4", "parallelism.cp=4"), "parallelism.cp", "nearest legal: 2"),
         ("granite", {}, ("parallelism=pp", "gpus=2"), "parallelism.pp", "proven for llama, qwen2"),
         ("qwen3", {}, ("parallelism=pp", "gpus=2"), "model.tie_embeddings", "nearest legal: false"),
         ("mixtral", {}, ("parallelism=fsdp_ep", "gpus=2", "parallelism.ep=2"), "parallelism.ep", "nearest legal: 1"),

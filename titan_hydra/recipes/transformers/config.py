@@ -17,6 +17,7 @@ from titan_hydra.core.job.config.fault import Fault, bad_value, fault_at
 from titan_hydra.core.job.config.field import key
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.config.ranges import COUNT, PATH, POSITIVE, WIDTH, Interval, Text
+from titan_hydra.core.job.ranks import rotation
 
 # our keys that exist in a config.json too; a key that is set replaces the file's value
 SHARED = {
@@ -221,14 +222,15 @@ def faults(job: Any) -> Iterator[Fault]:
     except ConfigError as error:
         reason = str(error).removeprefix(f"model.path={job.model.path}: ")
         yield Fault("model.path", job.model.path, reason)
-    only = "a model of transformers trains by data, tensor and pipeline parallelism alone"
-    if job.parallelism.cp > 1:
-        yield fault_at(job, "parallelism.cp", only, 1)
+    only = "a model of transformers trains by data, tensor, pipeline and context parallelism alone"
+    if job.parallelism.cp > 1 and not rotation(job).splits_heads:
+        reason = "attention of a model of transformers is its own, which gets whole sequences"
+        yield fault_at(job, "parallelism.cp_rotate", reason, "ulysses")
     if job.parallelism.backend != "fsdp2":
         yield fault_at(job, "parallelism.backend", only, "fsdp2")
     kind, proven = job.model.model_type, ", ".join(PROVEN)
     said = f"model_type={kind} in config.json of model.path:"
-    for degree, name in (("tp", "tensor"), ("pp", "pipeline")):
+    for degree, name in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context")):
         if getattr(job.parallelism, degree) > 1 and kind not in PROVEN:
             yield fault_at(job, f"parallelism.{degree}", f"{said} {name} parallelism is proven for {proven}", 1)
     if job.data.document_mask and kind not in PROVEN:

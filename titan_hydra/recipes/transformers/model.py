@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_hydra.core.base.errors import ConfigError
@@ -20,6 +21,7 @@ from titan_hydra.core.base.private import initialize_part
 from titan_hydra.core.models.init import Normal
 from titan_hydra.core.models.layers import TiedOutput
 
+from .attention import route_attention, sequence_group
 from .config import TransformersConfig
 from .known import build_library_model
 
@@ -63,6 +65,7 @@ class Transformers(nn.Module):
         if not plain:
             head.__class__ = type(f"HeadOf{type(library).__name__}", (Head, type(head)), {})
         self.tok_embeddings, self.output = embedding, head
+        route_attention(library, blocks[0])
         self.layers = nn.ModuleDict({str(number): block for number, block in enumerate(blocks[0])})
         for name, part in others:
             self.add_module("norm" if name in norms else name, part)
@@ -84,7 +87,7 @@ class Transformers(nn.Module):
         library, base = self.whole
         options = {"position_ids": positions, "use_cache": False}
         options["inputs_embeds" if self.tok_embeddings is None else "input_ids"] = tokens
-        PACKED.positions = positions
+        PACKED.positions = self.of_whole_sequences(positions)
         try:
             if targets is None and self.output is not None:
                 logits: Tensor = library(**options).logits
@@ -93,6 +96,15 @@ class Transformers(nn.Module):
         finally:
             PACKED.positions = None
         return hidden if self.output is None else self.output(hidden, targets=targets)
+
+    def of_whole_sequences(self, positions: Tensor | None) -> Tensor | None:
+        """Return the positions of all tokens of this rank's sequences, of which context parallelism gives it a part."""
+        group = next((group for block in self.layers.values() if (group := sequence_group(block.self_attn))), None)
+        if positions is None or group is None:
+            return positions
+        parts = [torch.empty_like(positions) for _ in range(group.size())]
+        dist.all_gather(parts, positions.contiguous(), group)
+        return torch.cat(parts, 1)
 
     def close_gaps(self) -> None:
         """Let transformers' forward pass over the blocks and the norm that another pipeline stage has."""
@@ -147,10 +159,12 @@ def _with_positions(make: Any) -> Any:
     """Wrap a function that makes masks so that it gets the positions of packed documents, if none are given."""
 
     @wraps(make)
-    def made(*args: Any, **options: Any) -> Any:
-        if options.get("position_ids") is None:
-            options["position_ids"] = getattr(PACKED, "positions", None)
-        return make(*args, **options)
+    def made(config: Any, inputs_embeds: Tensor, *args: Any, **options: Any) -> Any:
+        if (positions := getattr(PACKED, "positions", None)) is not None:
+            options["position_ids"] = positions
+            if positions.shape[1] > inputs_embeds.shape[1]:  # transformers reads no more than its shape and dtype
+                inputs_embeds = inputs_embeds[:, :1, :1].expand(-1, positions.shape[1], -1)
+        return make(config, inputs_embeds, *args, **options)
 
     made.with_positions = True  # type: ignore[attr-defined]
     return made
