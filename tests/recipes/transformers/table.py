@@ -26,6 +26,7 @@ from titan_hydra.instruments.verify.verify import exact, trace
 
 WHOLE = "parallelism.sequence_parallel=false"
 SPLIT = ("parallelism=fsdp", "data.local_batch=4")
+ULYSSES = ("parallelism=cp", "parallelism.cp_rotate=ulysses")
 LEARNED = {  # overrides of a layout that change what is learned, so that the reference has them, too
     "lora": ("adapter=lora", "optimizer=sgd", "optimizer.lr=1.0", "optimizer.weight_decay=0"),
     "float8": ("precision=float8_emulate", "precision.compute_dtype=float32"),
@@ -40,6 +41,8 @@ LAYOUTS = {
     "fsdp+tp": (4, ("parallelism=fsdp_tp", "parallelism.tp=2", "data.local_batch=4", WHOLE)),
     "pp": (2, ("parallelism=pp", "data.local_batch=8", "pp_schedule.microbatches=4", UNTIED)),
     "fsdp+pp": (4, ("parallelism=fsdp_pp", "parallelism.pp=2", "data.local_batch=4", UNTIED)),
+    "cp": (2, (*ULYSSES, "data.local_batch=4")),
+    "fsdp+cp": (4, (*ULYSSES, "parallelism.dp_shard=2", "parallelism.cp=2", "data.local_batch=2", "ac=full")),
     "compile": (2, (*SPLIT, "compile=block", "compile.backend=aot_eager")),
     "lora": (2, ("parallelism=tp", "data.local_batch=8", WHOLE, *LEARNED["lora"])),
     "float8": (2, (*SPLIT, *LEARNED["float8"])),
@@ -58,8 +61,9 @@ LEARNED |= {
     "lora+pp": (*LEARNED["lora"], UNTIED),
     "float8+pp": (*LEARNED["float8"], UNTIED),
 }
-# AdamW moves a bias of keys in glm4 although the half of it that is not rotated has no gradient but rounding
-BOUNDS = dict.fromkeys((*LAYOUTS, *TOGETHER), EXACT | {"weights": 1e-2})
+# AdamW moves a bias of keys in glm4 although the half of it that is not rotated has no gradient but rounding; the second
+# step's norm amplifies it (gemma3 on cp 2: 6e-9 in the first step, 1.1e-5 in the second)
+BOUNDS = dict.fromkeys((*LAYOUTS, *TOGETHER), EXACT | {"weights": 1e-2, "norm": 2e-5})
 BOUNDS |= dict.fromkeys(("float8", "float8+pp"), EIGHT_BITS)
 
 
