@@ -248,10 +248,12 @@ def job_pairs(job: Job, small: Job, name: str) -> Iterator[JobPair]:
     if small.precision.compute_dtype != "float32":
         half = copy.deepcopy(small)
         half.precision = _without_format(small.precision)
+        # From the second step on, a token near the border between two experts may choose the other one: with gpt-oss, that
+        # moves the norm by 1.4e-2 in five of sixteen runs, on fsdp 2 as on cp 2, and turns the update of one bias of four.
         coarse = BF16 | {
-            "norm": 5e-3 if foreign else 2e-3,
+            "norm": 2e-2 if foreign else 2e-3,
             "gradients": 0.2 if sparse else 2e-2,
-            "weights": 0.5 if muon else 0.3,
+            "weights": 0.7 if foreign else 0.5 if muon else 0.3,
             "routing": not sparse,
         }
         variants.append(("bfloat16", half, coarse))
