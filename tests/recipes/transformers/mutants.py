@@ -29,7 +29,7 @@ OF_TRANSFORMERS = [
            "name: weight.to_local().flip(0)", "A head has another head's sink.", (), (GRADIENTS,)),
     Mutant("sinks of the first rank's heads", "transformers", "recipes/transformers/attention.py", "[call.group.rank()]", "[0]",
            "With Ulysses, a head has another head's sink.", (), (GRADIENTS,)),
-    Mutant("sequences begin anew on each rank", "transformers", MODEL, "dist.all_gather(parts, positions.contiguous(), group)",
+    Mutant("sequences begin anew on each rank", "transformers", "recipes/transformers/attention.py", "dist.all_gather(parts, positions.contiguous(), group)",
            "[part.copy_(positions) for part in parts]", "A mask sees one rank's positions again and again.", (), (GRADIENTS,)),
     Mutant("gate and up projections of experts are exchanged", "transformers", HUGGING_FACE, "slice(source * size, (source + 1) * size)",
            "slice((number - 1 - source) * size, (number - source) * size)", "A folder's experts compute with another projection.",

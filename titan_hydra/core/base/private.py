@@ -363,3 +363,10 @@ def initialize_part(model: Any, part: Any, buffers_alone: bool = False) -> None:
     for parameter in part.parameters(recurse=False) if buffers_alone else ():
         parameter._is_hf_initialized = True
     model._init_weights(part)
+
+
+def rename_attention(model: Any, rename: Callable[[str], str]) -> None:
+    """Give the attention function that a model of Hugging Face's library uses another name. `rename` gets the present
+    name.
+    """
+    model.config._attn_implementation = rename(model.config._attn_implementation)

@@ -5,19 +5,23 @@ block's attention calls a child `sdpa`, which context parallelism replaces (core
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+from titan_hydra.core.base.private import rename_attention
 
 SINKS = "sinks"  # transformers' name of a parameter of attention with one number for each head
 
 
 @dataclass(frozen=True)
-class Call:
+class LibraryCall:
     """What a block of transformers gives to its attention function beside queries, keys and values."""
 
     module: nn.Module
@@ -33,7 +37,7 @@ class LibraryAttention(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: LibraryCall) -> Tensor:
         with own_sinks(call) as options:
             output: Tensor = self.function(call.module, q, k, v, call.mask, **options)[0]
         return output.transpose(1, 2)
@@ -46,20 +50,22 @@ def route_attention(library: Any, blocks: nn.ModuleList) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    own = library.config._attn_implementation
-    for block in blocks:
-        if (attention := getattr(block, "self_attn", None)) is not None:
-            plain = getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
-            attention.sdpa = LibraryAttention(ALL_ATTENTION_FUNCTIONS.get_interface(own, plain))
-    name = f"titan_hydra_{own}"
-    ALL_ATTENTION_FUNCTIONS.register(name, call_sdpa)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[own])
-    library.config._attn_implementation = name
+    def rename(function: str) -> str:
+        for block in blocks:
+            if (attention := getattr(block, "self_attn", None)) is not None:
+                plain = getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
+                attention.sdpa = LibraryAttention(ALL_ATTENTION_FUNCTIONS.get_interface(function, plain))
+        name = f"titan_hydra_{function}"
+        ALL_ATTENTION_FUNCTIONS.register(name, call_sdpa)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[function])
+        return name
+
+    rename_attention(library, rename)
 
 
 def call_sdpa(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> tuple[Tensor, None]:
     """Compute attention by the module's child `sdpa`. Return [batch, seq, heads, head_dim], as transformers expects."""
-    call = Call(module, mask, options, sequence_group(module))
+    call = LibraryCall(module, mask, options, sequence_group(module))
     return module.sdpa(q, k, v, call).transpose(1, 2).contiguous(), None
 
 
@@ -68,8 +74,20 @@ def sequence_group(attention: Any) -> ProcessGroup | None:
     return getattr(getattr(attention, "sdpa", None), "group", None)
 
 
+def positions_of_sequences(positions: Tensor | None, blocks: Iterable[Any]) -> Tensor | None:
+    """Return the positions [batch, seq] of all tokens of this rank's sequences, of which context parallelism gives it a
+    part.
+    """
+    group = next((group for block in blocks if (group := sequence_group(block.self_attn))), None)
+    if positions is None or group is None:
+        return positions
+    parts = [torch.empty_like(positions) for _ in range(group.size())]
+    dist.all_gather(parts, positions.contiguous(), group)
+    return torch.cat(parts, 1)
+
+
 @contextmanager
-def own_sinks(call: Call) -> Iterator[dict[str, Any]]:
+def own_sinks(call: LibraryCall) -> Iterator[dict[str, Any]]:
     """Yield the options of a call, with the sinks of this rank's heads alone, which the module has meanwhile too."""
     sinks = getattr(call.module, SINKS, None)
     if call.group is None or sinks is None:

@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_hydra.core.base.errors import ConfigError
@@ -21,7 +20,7 @@ from titan_hydra.core.base.private import initialize_part
 from titan_hydra.core.models.init import Normal
 from titan_hydra.core.models.layers import TiedOutput
 
-from .attention import route_attention, sequence_group
+from .attention import positions_of_sequences, route_attention
 from .config import TransformersConfig
 from .known import build_library_model
 
@@ -87,7 +86,7 @@ class Transformers(nn.Module):
         library, base = self.whole
         options = {"position_ids": positions, "use_cache": False}
         options["inputs_embeds" if self.tok_embeddings is None else "input_ids"] = tokens
-        PACKED.positions = self.of_whole_sequences(positions)
+        PACKED.positions = positions_of_sequences(positions, self.layers.values())
         try:
             if targets is None and self.output is not None:
                 logits: Tensor = library(**options).logits
@@ -96,15 +95,6 @@ class Transformers(nn.Module):
         finally:
             PACKED.positions = None
         return hidden if self.output is None else self.output(hidden, targets=targets)
-
-    def of_whole_sequences(self, positions: Tensor | None) -> Tensor | None:
-        """Return the positions of all tokens of this rank's sequences, of which context parallelism gives it a part."""
-        group = next((group for block in self.layers.values() if (group := sequence_group(block.self_attn))), None)
-        if positions is None or group is None:
-            return positions
-        parts = [torch.empty_like(positions) for _ in range(group.size())]
-        dist.all_gather(parts, positions.contiguous(), group)
-        return torch.cat(parts, 1)
 
     def close_gaps(self) -> None:
         """Let transformers' forward pass over the blocks and the norm that another pipeline stage has."""
