@@ -90,7 +90,8 @@ def cut(
 
     The first token of a document is not a label, as the text before it belongs to another document.
     """
-    inputs, labels = np.where(tokens == IGNORED, 0, tokens)[:, :-1], tokens[:, 1:].copy()
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].copy()
+    inputs = np.where(inputs == IGNORED, 0, inputs)  # contiguous, as pipelines of torch 2.11 demand
     if separators is None:
         return {"tokens": inputs, "labels": labels}
     begins = _begins(tokens, *separators)
