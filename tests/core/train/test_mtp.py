@@ -39,6 +39,7 @@ def test_a_model_in_use_is_that_without_further_predictions(tiny):
     objective = build_objective(job)
     batch = objective.example(2).tensors
     batch["tokens"] = torch.arange(batch["tokens"].numel()).view(batch["tokens"].shape) % job.model.vocab_size
+    batch |= {"labels": batch["tokens"], "ahead_labels": batch["ahead_labels"].clamp(min=0)}
     first, others = objective.inputs(batch)
     model.eval()
     assert torch.equal(model(first, **others), plain(first))

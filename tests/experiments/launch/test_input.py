@@ -15,7 +15,10 @@ from titan_hydra.experiments.launch import main
 @pytest.mark.parametrize("number", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_a_line_is_refused_as_the_corpus_says(launcher, number):
     lines = [
-        overrides for overrides, refused in corpus.lines() if refused and not any("\x00" in text for text in overrides)
+        overrides
+        for overrides, refused in corpus.lines()
+        # a word `--` ends a program's options, and is no override there
+        if refused and "--" not in overrides and not any("\x00" in text for text in overrides)
     ]
     for overrides in random.Random(number).sample(lines, number):
         done = launcher.run(*overrides, "launch.mode=dry")

@@ -62,6 +62,7 @@ def export_differs(trainer: Trainer, held_out: Sequence[Batch]) -> int:
     weights_of_run = {
         name: parameter.detach().double() for name, parameter in trainer.masters.weights.named_parameters()
     }
+    model.family = job.model.family
     plain = dataclasses.replace(job, model=model, parametrization=Parametrization())
     losses = mean_loss_of(weights_of_run, held_out, job), mean_loss_of(weights, held_out, plain)
     # scales are multiplied into the weights of an export, which are then rounded
