@@ -31,7 +31,7 @@ def runs(new_sweep, tmp_path_factory):
         ("status --all", False),
         ("report", False),
         ("compare A B", True),
-        ("plan model=llama3_70b hardware=h100 gpus=64,128", False),
+        ("plan model=llama3_8b hardware=h100 gpus=8,16", False),
         ("rates goodput model=llama3_70b hardware=h100 gpus=1024", False),
     ],
 )
