@@ -35,7 +35,7 @@ class Seen(ClippedPolicy):
                 for token in tokens
                 if 1000 <= token < 1110 and (labels >= 0).any()
             ]
-            with open(os.path.join(os.environ["SEEN"], str(os.getpid())), "a") as file:
+            with open(os.path.join(os.path.dirname(self.job.data.path), "seen", str(os.getpid())), "a") as file:
                 file.write(" ".join(map(str, rows)) + "\\n")
         return super().count(batch)
 """,
@@ -43,11 +43,10 @@ class Seen(ClippedPolicy):
 
 
 @pytest.fixture
-def seen(tmp_path, monkeypatch):
+def seen(tmp_path):
     """Return a function that returns the rows that the ranks of the last run have trained on, by step."""
     folder = tmp_path / "seen"
     folder.mkdir()
-    monkeypatch.setenv("SEEN", str(folder))
 
     def take(start: int = 0, readers: int = 1):
         """The run began after step `start`, and `readers` of its ranks read each sample."""
