@@ -51,7 +51,7 @@ def assert_a_pipeline_learns_the_same(kinds, root, layouts):
             half = "bf16" in name
             routed = any("experts" in key for key in FAMILIES[kind])
             # the second step's norm amplifies the rounding of the first update
-            bounds = (0.2 if routed else 5e-2, 2e-4, 5e-3) if half else (1e-5, 1e-6, 1e-4)
+            bounds = (0.2 if routed else 5e-2, 5e-4, 2e-2) if half else (1e-5, 1e-6, 1e-4)
             limits = {"losses": bounds[1], "norms": bounds[2]}
             for key, off in differences(found, expected[kind]).items():
                 # a router's bias is moved by one process in bf16 as far as by a pipeline

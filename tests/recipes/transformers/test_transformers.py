@@ -83,7 +83,7 @@ def assert_learns_what_transformers_learns(kinds, root, layouts):
             # in bfloat16 a token near the border between two experts may choose the other one
             half = 0.2 if any("experts" in name for name in FAMILIES[kind]) else 5e-2
             # the second step's norm amplifies the rounding of the first update
-            bounds = (half, 5e-4, 5e-3) if "bf16" in name else (1e-5, 1e-6, 1e-4)
+            bounds = (half, 5e-4, 2e-2) if "bf16" in name else (1e-5, 1e-6, 1e-4)
             assert (worst[1] <= bounds[0], loss <= bounds[1], norm <= bounds[2]) == (True,) * 3, (
                 name,
                 worst,
