@@ -33,8 +33,8 @@ def samples_in_pass(job: Job) -> int:
 
 def faults(job: Job) -> Iterator[Fault]:
     """Yield why a job with steps=epoch cannot make one pass. The job has no other fault."""
-    yield from (Fault("steps", EPOCH, reason) for reason in _objections(job))
-    if any(_objections(job)):
+    if reason := _objection(job):
+        yield Fault("steps", EPOCH, reason)
         return
     try:
         samples = _count(job)
@@ -46,43 +46,47 @@ def faults(job: Job) -> Iterator[Fault]:
         yield fault_at(job, "data.global_batch", reason, *divisors(samples))
 
 
-def _objections(job: Job) -> Iterator[str]:
-    """Yield the first reason why a job has no single pass."""
+def _objection(job: Job) -> str | None:
+    """Return the first reason why a job has no single pass; None if it has one."""
     typed = "type the number of steps"
-    endless = [(key, name) for key, one in data_sources(job.data).items() if DATA_SOURCES[name := one.name].documents]
+    names = [source.name for source in data_sources(job.data).values()]
+    endless = [name for name in names if DATA_SOURCES[name].documents]
     if job.data.name == "mixture":
-        yield f"the sources of a mixture end at different steps; {typed}"
-    elif endless:
-        yield (
-            f"data={endless[0][1]} gives each slot of the batch a text of its own, without a common end; `titan data encode` "
+        return f"the sources of a mixture end at different steps; {typed}"
+    if endless:
+        return (
+            f"data={endless[0]} gives each slot of the batch a text of its own, without a common end; `titan data encode` "
             f"makes files for data=tokens, which can be read once, or {typed}"
         )
-    elif job.fault_tolerance.name != "off":
-        yield f"fault_tolerance={job.fault_tolerance.name} leaves out the rows of a replica group that is gone; {typed}"
-    elif job.search.name != "off":
-        yield f"search={job.search.name} trains its trials for several numbers of steps; {typed}"
+    if job.fault_tolerance.name != "off":
+        return (
+            f"fault_tolerance={job.fault_tolerance.name} leaves out the rows of a replica group that is gone; {typed}"
+        )
+    if job.search.name != "off":
+        return f"search={job.search.name} trains its trials for several numbers of steps; {typed}"
+    return None
 
 
 def _count(job: Job) -> int:
     """Count the samples, or return what was counted for another cell with the same. Raises ConfigError."""
-    place = _place(job)
-    if place not in _counted:
+    key = _key_of_samples(job)
+    if key not in _counted:
         try:
-            _counted[place] = _samples_in_epoch(job)
+            _counted[key] = _samples_in_epoch(job)
         except ConfigError as error:
-            _counted[place] = str(error)
-    found = _counted[place]
-    if isinstance(found, str):
-        raise ConfigError(found)
-    return found
+            _counted[key] = str(error)
+    number = _counted[key]
+    if isinstance(number, str):
+        raise ConfigError(number)
+    return number
 
 
-def _place(job: Job) -> str:
+def _key_of_samples(job: Job) -> str:
     """Return a text that is the same for jobs with the same samples, whatever their layout and batch."""
     keys = to_dict(job)
-    own = {key: value for key, value in keys["data"].items() if key not in ("local_batch", "global_batch", "samples")}
-    digests = [found.digest for one in inputs_of(job) if (found := look_at(one))]
-    return json.dumps([own, *(keys[name] for name in ("model", "objective", "tokenizer", "seed")), digests])
+    data = {key: value for key, value in keys["data"].items() if key not in ("local_batch", "global_batch", "samples")}
+    digests = [stored.digest for path in inputs_of(job) if (stored := look_at(path))]
+    return json.dumps([data, *(keys[name] for name in ("model", "objective", "tokenizer", "seed")), digests])
 
 
 def _samples_in_epoch(job: Job) -> int:

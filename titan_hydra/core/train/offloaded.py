@@ -30,9 +30,8 @@ class Offloaded:
     def __init__(self, optimizer: Any) -> None:
         self.optimizer, self.plain_step = optimizer, optimizer.step
         optimizer.step, optimizer.load_state_dict = self.step, self.load_state_dict
-        ranks = (
-            optimizer.group.size() if getattr(optimizer, "group", None) else 1
-        )  # each of Muon's ranks computes a matrix
+        # each of Muon's ranks computes a matrix
+        ranks = optimizer.group.size() if getattr(optimizer, "group", None) else 1
         optimizer.param_groups[:] = [part for group in optimizer.param_groups for part in parts(group, ranks)]
         self.hosts: dict[tuple[nn.Parameter, str], Tensor] = {}  # memory of the states that are on the device now
         self.up, self.down = None, None

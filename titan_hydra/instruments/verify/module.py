@@ -209,18 +209,16 @@ def _train_reference(device: torch.device, folder: str, jobs: list[tuple[str, in
     torch.save((vars(exact), spread, single, kind), f"{folder}/reference.pt")
 
 
+def _trace_of_start(training: Training) -> Trace:
+    """Return a trace of no step, which has the initial weights."""
+    start = training.tensors(lambda parameter: parameter)
+    return Trace(losses=[], norms=[], gradients={}, start=start, weights={}, loads=[], biases={})
+
+
 def _train_alone(subject: Subject, steps: int, dtype: torch.dtype | None, seed: int | None = None) -> Trace:
     """Train a subject in one process, and return its losses, norms, first gradients and weights."""
     training = Training(subject, dtype=dtype, seed=seed)
-    trace = Trace(
-        losses=[],
-        norms=[],
-        gradients={},
-        start=training.tensors(lambda parameter: parameter),
-        weights={},
-        loads=[],
-        biases={},
-    )
+    trace = _trace_of_start(training)
     for step in range(1, steps + 1):
         loss, norm = training.step(step)
         trace.losses.append(loss)
@@ -240,15 +238,7 @@ def _train_layout(device: torch.device, folder: str, jobs: list[tuple[str, int, 
     reference = Trace(**fields)
     mesh = init_device_mesh("cpu", tuple(subject.mesh.values()), mesh_dim_names=tuple(subject.mesh))
     training = Training(subject, mesh)
-    trace = Trace(
-        losses=[],
-        norms=[],
-        gradients={},
-        start=training.tensors(lambda parameter: parameter),
-        weights={},
-        loads=[],
-        biases={},
-    )
+    trace = _trace_of_start(training)
     checks = [_names(trace.start, reference.start)]
     norms: list[float | str] = []
     if checks[0].passed:
