@@ -62,6 +62,7 @@ ROWWISE, TENSORWISE = ("precision=float8_rowwise",), ("precision=float8_tensorwi
 FUSED = (*ROWWISE, "precision.kernels=fused")
 SPLIT = ("optimizer.masters=split",)
 LORA = ("adapter=lora", "adapter.rank=8")
+OFFLOADED = ("optimizer.offload=true",)
 SIMPLE = ("parallelism.backend=simple_fsdp",)
 EXPERTS = ("model=qwen3_moe_debug", "model.head_dim=64", "model.expert_dim=128")
 DEEPSEEK = ("model=deepseek_v3_debug", "model.n_kv_heads=4")
@@ -76,6 +77,13 @@ FLUX = (
 )
 FSDP = ("parallelism=fsdp", "data.local_batch=2")
 CHAT = ("data=embedded_chat", "data.seq_len=192", "validation=off")
+AVERAGED = (
+    "optimizer.ema_decay=0.9",
+    "validation=on",
+    "validation.interval=2",
+    "validation.steps=2",
+    "validation.ema=true",
+)
 VALIDATED = ("name=validated", "validation=on", "validation.interval=2", "validation.steps=2")
 
 # Cases are ordered by importance: first the main recipe, then what has never run on a card and takes seconds.
@@ -111,6 +119,12 @@ ALONE = [
         words="MXFP8 matmuls need a GPU of capability 10.0",
     ),
     run("qwen3_moe, lora of experts", *EXPERTS, "adapter=lora", "adapter.rank=8", "adapter.experts=true"),
+    run("ac offload", "ac=offload", like=(), within=2e-3, saves=True),
+    run("optimizer.offload", *OFFLOADED, like=(), within=1e-3),
+    run("optimizer.offload resumes bitwise", *OFFLOADED, "checkpoint=async", check="resumes"),
+    *(run(f"transformers, {kind}", check="foreign", kind=kind) for kind in ("llama", "gpt_oss")),
+    run("qk_clip, moving average", "optimizer=muon", "optimizer.qk_clip=20", *AVERAGED),
+    run("deepseek_v3, mtp", *DEEPSEEK, "model.mtp=1"),
     *(run(f"ac {mode}", f"ac={mode}", like=(), within=2e-3) for mode in ("lean", "op")),
     run("validation", *VALIDATED, like=(), within=1e-3),
     Case("experts without tokens", "empty_experts"),
@@ -317,6 +331,8 @@ TOGETHER = [
     layout("fsdp 2, fused", 2, *SHARDED, "precision.kernels=fused", precision="float8_rowwise", **COARSE),
     layout("fsdp 2", 2, *SHARDED, precision="float8_rowwise", **COARSE),
     layout("split masters, fsdp 2", 2, *SHARDED, base=SPLIT),
+    layout("fsdp 2, ac offload", 2, *SHARDED, "ac=offload"),
+    layout("fsdp 2, optimizer.offload", 2, *SHARDED, *OFFLOADED),
     layout("tp 2", 2, *TP),
     layout("pp 2, zbv", 2, "parallelism=pp", "pp_schedule=zbv", "data.local_batch=8"),
     layout("cp 2, ulysses", 2, *ULYSSES),
@@ -375,6 +391,7 @@ COMPILED = [
     run("compile", *BLOCK, like=(), within=5e-3, seconds=180),
     run("compile, float8 fused", *BLOCK, *FUSED, like=ROWWISE, within=5e-3, seconds=240),
     run("compile, float8 rowwise", *BLOCK, *ROWWISE, like=(), within=0.02, gpu=FLOAT8, seconds=240),
+    run("compile, ac offload", *BLOCK, "ac=offload", like=(), within=5e-3, seconds=180),
     run("compile, ac lean", *BLOCK, "ac=lean", like=(), within=5e-3, seconds=180),
     run(
         "compile, chunked loss, documents",

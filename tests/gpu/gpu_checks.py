@@ -50,6 +50,22 @@ TINY = (
     "data.seq_len=64",
     "steps=6",
 )
+# config.json of a small model of transformers
+FOREIGN = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 32,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "max_position_embeddings": 1024,
+}
 # A case may have more ranks than the machine has devices, which the checks of a cell would refuse.
 PLACE = ("cluster=local", "cluster.gpus_per_node=16")
 
@@ -222,6 +238,15 @@ def resumes(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     held = [event["seconds_held"] for event in events if event["event"] == "checkpoint"]
     return {"held_ms": 1000 * max(held)}
+
+
+def foreign(here: Here, overrides: tuple[str, ...], kind: str) -> dict[str, Any]:
+    """A small model of transformers learns, in bf16 what it learns in fp32 with the attention of a CPU."""
+    folder = here.shared / kind
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": kind} | FOREIGN))
+    words = (*overrides, "model=transformers", f"model.path={folder}", "data=synthetic", "data.global_batch=8")
+    return learns(here, words, like=(*words, "precision=fp32"), within=0.02)
 
 
 def profiles(here: Here, overrides: tuple[str, ...]) -> dict[str, Any]:
