@@ -108,6 +108,7 @@ ALONE = [
     run(
         "nvfp4 is refused in one line",
         "precision=nvfp4",
+        "model.dim=256",
         check="refuses",
         words="NVFP4 matmuls need a GPU of capability 10.0",
     ),

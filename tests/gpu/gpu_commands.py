@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_cases import CHAT
 from gpu_checks import Here, rows, trained
 
 from titan_hydra import cli
@@ -107,7 +108,7 @@ def prefers(here: Here) -> dict[str, Any]:
     """A model that has scored pairs is trained on them; the loss begins at log 2, as the model is its own reference. It
     is trained on sampled tokens too.
     """
-    start, _ = trained(here, "checkpoint=sync")
+    start, _ = trained(here, *CHAT, "checkpoint=sync")
     lines = [
         json.loads(line)["messages"]
         for line in (ASSETS.parent / "recipes/chat/assets/train.jsonl").read_text().splitlines()[:100]
