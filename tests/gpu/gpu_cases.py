@@ -77,14 +77,8 @@ FLUX = (
 )
 FSDP = ("parallelism=fsdp", "data.local_batch=2")
 CHAT = ("data=embedded_chat", "data.seq_len=192", "validation=off")
-AVERAGED = (
-    "optimizer.ema_decay=0.9",
-    "validation=on",
-    "validation.interval=2",
-    "validation.steps=2",
-    "validation.ema=true",
-)
 VALIDATED = ("name=validated", "validation=on", "validation.interval=2", "validation.steps=2")
+AVERAGED = (*VALIDATED, "optimizer.ema_decay=0.9", "validation.ema=true")
 
 # Cases are ordered by importance: first the main recipe, then what has never run on a card and takes seconds.
 ALONE = [
