@@ -35,10 +35,12 @@ class Case:
 
     @property
     def shard(self) -> str:
-        """Return which of three shards the case belongs to, which run side by side: one process, several, compiled."""
-        if self.ranks > 1 or self.world or self.check in ("two_workers", "replicas", "times_out"):
-            return "several"
-        return "compiled" if set(BLOCK) & {*self.options.get("overrides", ())} else "one"
+        """Return which shard the case belongs to: whole runs of several ranks, layouts by their number of ranks, and
+        cases of one process, each compiled or not. Shards run side by side.
+        """
+        words = (*self.options.get("overrides", ()), *getattr(self.options.get("layout"), "overrides", ()))
+        kind = "layouts" if self.world else "runs" if self.ranks > 1 or self.check in WORKING else "one process"
+        return f"{kind} of {self.ranks}{', compiled' if COMPILES & {*words} else ''}"
 
 
 def run(
@@ -58,6 +60,8 @@ MATH = ("model.attention=math",)
 DOCUMENTS = ("data.document_mask=true",)
 CHUNKED = ("loss=linear_cross_entropy", "loss.chunk_tokens=100")  # chunk sizes that do not divide the number of tokens
 BLOCK = ("compile=block",)
+COMPILES = {*BLOCK, "compile=model"}
+WORKING = ("two_workers", "replicas", "times_out")  # checks that start workers of several ranks
 ROWWISE, TENSORWISE = ("precision=float8_rowwise",), ("precision=float8_tensorwise",)
 FUSED = (*ROWWISE, "precision.kernels=fused")
 SPLIT = ("optimizer.masters=split",)
@@ -113,7 +117,7 @@ ALONE = [
         check="refuses",
         words="MXFP8 matmuls need a GPU of capability 10.0",
     ),
-    run("qwen3_moe, lora of experts", *EXPERTS, "adapter=lora", "adapter.rank=8", "adapter.experts=true"),
+    run("qwen3_moe, lora of experts", *EXPERTS, "adapter=lora", "adapter.rank=8", "adapter.experts=true", falls=False),
     run("ac offload", "ac=offload", like=(), within=2e-3, saves=True),
     run("optimizer.offload", *OFFLOADED, like=(), within=1e-3),
     run("optimizer.offload resumes bitwise", *OFFLOADED, "checkpoint=async", check="resumes"),
@@ -340,13 +344,13 @@ TOGETHER = [
     layout("cp 2, ulysses, documents", 2, *ULYSSES, **PACKED),
     layout("tp 2", 2, *TP, precision="float8_tensorwise", **COARSE),
     # In both kinds of FLUX's blocks cuDNN gets the same q, k and v, but gradients with different strides.
-    layout(
-        "flux, attention auto against efficient",
-        1,
-        "parallelism=single",
-        "data.local_batch=8",
-        "model.attention=auto",
-        **AWAKE | {"base": (*AWAKE["base"], "model.attention=efficient")},
+    *(
+        layout(
+            f"flux, attention {kernel} against math",
+            *(1, "parallelism=single", "data.local_batch=8", f"model.attention={kernel}"),
+            **AWAKE | {"base": (*AWAKE["base"], *MATH)},
+        )
+        for kernel in ("auto", "efficient")
     ),
     ring("", 2, "allgather"),
     ring(", efficient", 2, "allgather", "model.attention=efficient", gpu=KERNEL),

@@ -64,7 +64,7 @@ FOREIGN = {
     "sliding_window": 32,
     "layer_types": ["sliding_attention", "full_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 4096,
 }
 # A case may have more ranks than the machine has devices, which the checks of a cell would refuse.
 PLACE = ("cluster=local", "cluster.gpus_per_node=16")
@@ -173,7 +173,7 @@ def learns(
             and result["gpu_hours"] > 0
         )
         known = (
-            "float8" not in str(overrides)
+            not any(word in str(overrides) for word in ("float8", "adapter=lora"))
             and metrics.peak_flops(torch.device("cuda"))
             and family_of(here.job(*overrides).model).flops
         )

@@ -3,7 +3,7 @@
 When a case ends, its row is printed and its line is written to FOLDER/tests.jsonl; if it failed, its ranks' logs are
 written to FOLDER/tests.log. A summary follows at the end. The exit status is 0 if no case failed. With --device cpu the
 cases that need no GPU run over gloo; with --dry-run models are smaller and have fewer steps. With --shards, cases of one
-process, of several, and compiled ones run side by side: about six processes, most of which wait for their host.
+process, of several, and compiled ones run side by side: about a dozen processes, most of which wait for their host.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def main() -> int:
     parser.add_argument(
         "--faults", action="store_true", help="run cases that fail on purpose, to see what the kit makes of them"
     )
-    parser.add_argument("--shards", action="store_true", help="run three shards of the cases side by side")
-    parser.add_argument("--again", type=Path, help="only cases that did not pass, by a tests.jsonl")
+    parser.add_argument("--shards", action="store_true", help="run shards of the cases side by side")
+    parser.add_argument("--again", type=Path, help="only cases that did not pass or run, by a tests.jsonl")
     parser.add_argument("--card", type=Path, help="file that benchmarks/gpu/card.py has printed")
     args = parser.parse_args()
     began = time.monotonic()
@@ -71,10 +71,12 @@ def main() -> int:
 
 
 def failures(file: Path) -> set[tuple[str, int]]:
-    """Return name and ranks of the cases in a tests.jsonl that ran and did not pass. Raise SystemExit(2) if it is none."""
+    """Return name and ranks of the cases in a tests.jsonl that did not pass, or did not run as time was up. Raise
+    SystemExit(2) if it is none.
+    """
     try:
         found = [json.loads(text) for text in file.read_text().splitlines()]
-        return {(row["name"], row["ranks"]) for row in found[1:] if row["status"] in ("failed", "crashed", "hung")}
+        return {(row["name"], row["ranks"]) for row in found[1:] if row["status"] not in ("passed", "skipped")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"--again={file}: it is no tests.jsonl ({type(error).__name__}: {error})", file=sys.stderr)
         raise SystemExit(2) from None

@@ -201,7 +201,11 @@ def test_shards_run_side_by_side_and_what_needs_the_device_runs_last(tmp_path):
         tmp_path, "--shards", "--only", "random generators", "fsdp 2, documents", "compile, ac lean"
     )
     assert status == 0 and len(rows) >= 3 and {row["status"] for row in rows.values()} == {"passed"}, said
-    assert {case.shard for case in gpu_cases.CASES if case.name in rows} == {"one", "several", "compiled"}
+    assert {case.shard for case in gpu_cases.CASES if case.name in rows} == {
+        "one process of 1",
+        "one process of 1, compiled",
+        "layouts of 2",
+    }
     failed = tmp_path / "failed.jsonl"
     header, *found = (tmp_path / "tests.jsonl").read_text().splitlines()
     found[0] = json.dumps(json.loads(found[0]) | {"status": "hung"})

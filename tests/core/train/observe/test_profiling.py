@@ -6,6 +6,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from titan_hydra.core.job.run.run import Run
 from titan_hydra.core.train.observe import memory, profiling
@@ -50,10 +51,11 @@ def test_a_run_is_profiled_without_disturbing_its_rates(run_job, tiny):
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
 @pytest.mark.parametrize("first_step", [1, 2, 5])
 def test_the_end_of_the_first_step_does_not_end_the_profilers_record_of_memory(monkeypatch, tmp_path, first_step):
-    """Both record on CUDA with the same function of torch."""
+    """Both record on CUDA with the same function of torch. While it records, checkpoints do not stop early: an autograd
+    function would lose the exception that stops them (pytorch#179536; seen on an H200).
+    """
     on = []
-    for module in (memory, profiling):
-        monkeypatch.setattr(module, "record_memory_history", lambda enabled="all", **_: on.append(enabled))
+    monkeypatch.setattr(memory, "record_memory_history", lambda enabled, **_: on.append(enabled))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(profiling, "profile", MagicMock())
     job, run = compose_job("debug=tiny", "profiling=on", f"profiling.first_step={first_step}"), Run(tmp_path, tmp_path)
@@ -61,5 +63,23 @@ def test_the_end_of_the_first_step_does_not_end_the_profilers_record_of_memory(m
         profiler = profiling.Profiler(job.profiling, run, torch.device("cuda"), MagicMock(), watch)
         profiler.clock.profiled = False
         profiler.begins(1)
+        assert not stops_early()
         watch.settle(1)
         assert on == (["state", None] if first_step == 5 else ["state", "all"])
+        assert stops_early() == (first_step == 5)
+        memory.record(None)
+        assert stops_early()
+
+
+def stops_early():
+    """Return whether a checkpoint leaves out the last operator of its recomputation, whose result no backward reads."""
+    calls = []
+
+    def block(x):
+        y = x.sin()
+        calls.append(x)
+        return y + 1
+
+    x = torch.ones(1, requires_grad=True)
+    checkpoint(block, x, use_reentrant=False).backward()
+    return len(calls) == 1

@@ -1,13 +1,17 @@
 """Report what used a device's memory when it ran out: the peak, and the lines of code that allocated it."""
 
 import collections
+from contextlib import ExitStack
+from typing import Any
 
 import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from titan_hydra.core.base.private import memory_snapshot, record_memory_history
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.run import Run
 
+_RECORDING = ExitStack()  # what holds while torch records
 SHOWN = 20  # number of stacks in memory_<rank>.txt, which has the stacks with the most bytes
 
 
@@ -19,12 +23,20 @@ def facts() -> dict[str, float]:
     return {"peak_gib": peak / 2**30, "capacity_gib": torch.cuda.get_device_properties().total_memory / 2**30}
 
 
-def record(on: bool) -> None:
-    """Start or stop torch's recording of the stack of each allocation. Recording costs time, so it is on only during
-    the first step; most jobs that do not fit into memory fail there.
+def record(enabled: str | None, **options: Any) -> None:
+    """Start torch's recording of the stack of each allocation ("state" for those that are held, "all" for their
+    history), or stop it (None). Recording costs time, so it is on only during the first step, where most jobs fail that
+    do not fit into memory, and while a profiler records.
+
+    Meanwhile the recomputation of a checkpoint does not stop early: torch stops it by an exception, which an autograd
+    function loses if stacks are recorded (pytorch#179536).
     """
-    if torch.cuda.is_available():
-        record_memory_history(enabled="state" if on else None, stacks="python")
+    if not torch.cuda.is_available():
+        return
+    record_memory_history(enabled=enabled, stacks="python", **options)
+    _RECORDING.close()
+    if enabled is not None:
+        _RECORDING.enter_context(set_checkpoint_early_stop(False))
 
 
 def explain_out_of_memory(run: Run, error: BaseException) -> None:

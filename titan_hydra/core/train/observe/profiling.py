@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from titan_hydra.core.base.private import dump_memory_snapshot, record_memory_history
+from titan_hydra.core.base.private import dump_memory_snapshot
 from titan_hydra.core.job.config.operation import Profiling
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.run import Run
 
+from . import memory
 from .metrics import Metrics
 from .watchdog import Watchdog
 
@@ -77,7 +78,7 @@ class Profiler:
             self.profiler = profile(activities=activities, schedule=turns, on_trace_ready=self.write)
             if self.memory:
                 self.watch.records_memory = False
-                record_memory_history(max_entries=1_000_000, stacks="python")
+                memory.record("all", max_entries=1_000_000)
             self.profiler.start()
 
     def stop(self) -> None:
@@ -98,7 +99,7 @@ class Profiler:
         profiler.export_chrome_trace(str(trace))
         if self.memory:
             dump_memory_snapshot(str(self.folder / f"memory_{rank}.pickle"))
-            record_memory_history(enabled=None)
+            memory.record(None)
         summary = self.folder / (f"summary_{rank}.txt" if rank else "summary.txt")
         by = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
         summary.write_text(profiler.key_averages().table(sort_by=by, row_limit=SHOWN, max_name_column_width=80) + "\n")

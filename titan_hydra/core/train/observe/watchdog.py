@@ -112,7 +112,7 @@ class Watchdog:
         """Set the collectives' time-out in seconds for the steps after the first, and stop the recording of allocations."""
         self.timeout, self.first = timeout, False
         if self.records_memory:
-            memory.record(False)
+            memory.record(None)
 
     def __enter__(self) -> Watchdog:
         """Receive signals through a pipe that the watchdog's thread reads, as the main thread may be blocked in a
@@ -131,7 +131,7 @@ class Watchdog:
         self.handlers = {number: signal.signal(number, lambda *_: None) for number in DUMP}
         with contextlib.suppress(OSError, ValueError):
             faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=True)
-        memory.record(True)
+        memory.record("state")
         self.thread.start()
         return self
 
