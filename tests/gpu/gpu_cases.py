@@ -314,7 +314,8 @@ LATENT = MOE | {
     )
 }
 PACKED = {"base": ("data=embedded", "model.vocab_size=4096", *DOCUMENTS)}
-AWAKE = {"base": (*FLUX, "train.imports=[gpu_awake]", "model.family=awake_flux", "data.seq_len=264"), "gradients": 0.1}
+FLUX_AWAKE = (*FLUX, "train.imports=[gpu_awake]", "model.family=awake_flux", "data.seq_len=264")
+AWAKE = {"base": FLUX_AWAKE, "loss": 3e-3, "norm": 5e-3, "gradients": 0.1}
 
 
 def ring(name: str, ranks: int, rotate: str, *overrides: str, gpu: str = "") -> Case:
@@ -348,12 +349,11 @@ TOGETHER = [
         layout(
             f"flux, attention {kernel} against math",
             *(1, "parallelism=single", "data.local_batch=8", f"model.attention={kernel}"),
-            **AWAKE | {"base": (*AWAKE["base"], *MATH)},
+            **AWAKE | {"base": (*FLUX_AWAKE, *MATH)},
         )
         for kernel in ("auto", "efficient")
     ),
     ring("", 2, "allgather"),
-    ring(", efficient", 2, "allgather", "model.attention=efficient", gpu=KERNEL),
     ring("", 2, "alltoall"),
     ring(" in order", 2, "alltoall", "parallelism.cp_load_balance=false"),
     ring("", 4, "allgather"),

@@ -36,8 +36,7 @@ ALL = list(KERNELS)
         (ON_H100._replace(dtype="float64"), ["math"]),
         (ON_H100._replace(masked=True), ["efficient", "math"]),
         (ON_H100._replace(deterministic=True), ["flash", "efficient", "math"]),
-        (ON_H100._replace(ring=True), ["flash", "efficient"]),
-        (ON_H100._replace(ring=True, dtype="float32"), ["efficient"]),
+        (ON_H100._replace(ring=True), ["flash"]),
         (ON_H100._replace(machine=Machine((9, 0), (12, 8), 91900)), ["flash", "efficient", "math"]),
         (ON_H100._replace(machine=Machine((9, 0), (12, 9), 91900)), ALL),
         (ON_H100._replace(machine=Machine((9, 4), (), 0)), ["flash", "efficient", "math"]),  # ROCm

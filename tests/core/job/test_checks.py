@@ -135,9 +135,9 @@ BAD = [  # changed values, the key and the rule that are named, the nearest lega
         {"parallelism__cp": 2, "model__attention": "math"},
         "model.attention",
         "attention_kernel_computes_the_job",
-        "auto or flash or efficient",
+        "auto or flash",
     ),
-    ({**CUDNN, "parallelism__cp": 2}, "model.attention", "attention_kernel_computes_the_job", "auto or flash or efficient"),
+    ({**CUDNN, "parallelism__cp": 2}, "model.attention", "attention_kernel_computes_the_job", "auto or flash"),
     ({**CUDNN, "debug__deterministic": True}, "model.attention", "attention_kernel_computes_the_job", "auto or flash or efficient or math"),
     ({**CUDNN, "data__document_mask": True}, "model.attention", "attention_kernel_computes_the_job", "auto or flash or efficient or math"),
     (

@@ -276,8 +276,9 @@ def _norm_backward(
     tl.store(partials + tl.program_id(0).to(tl.int64) * WIDTH + column, total, mask=inside)
 
 
-def _warps(block: int) -> int:
-    return min(max(block // 1024, 4), 32)  # each thread gets 32 elements of a row
+def _warps(block: int, elements: int = 16) -> int:
+    # Each thread gets so many elements of a row. On an H200, 16 were 10 to 20 % faster for casts, 32 for norm_backward.
+    return min(max(block // (32 * elements), 4), 32)
 
 
 def _rows_at_once(height: int) -> int:
@@ -395,7 +396,7 @@ def gated_backward_on_gpu(
         WIDTH=width,
         ROWS=64,
         COLUMNS=TILE,
-        num_warps=8,
+        num_warps=4,
     )
     return rows, inverses[0], columns, inverses[1], products, inverses[2]
 
@@ -418,6 +419,6 @@ def norm_backward_on_gpu(x: Tensor, norm: Tensor, rstds: Tensor, gradient: Tenso
         WIDTH=width,
         BLOCK=block,
         ROWS=at_once,
-        num_warps=_warps(block),
+        num_warps=_warps(block, elements=32),
     )
     return result, partials.sum(0).to(norm.dtype)
