@@ -48,6 +48,7 @@ class Row:
     compile: bool = True
     steps: int = 20
     window: int = 5  # steps of a measurement; the first window is left out, and the median of the others counts
+    lr: float = 3e-4  # both warm up for 2 steps; at 2e-3, losses of random tokens rise
     # native: TorchTitan 0.2.2 without FSDP; fsdp: FSDP2 over one rank too, as TorchTitan 0.3 always does
     wrap: str = "native"
     float8_all_gather: bool = False
@@ -131,6 +132,7 @@ def overrides(row: Row) -> list[str]:
         f"data.local_batch={row.batch}",
         f"steps={row.steps}",
         f"metrics.log_every={row.window}",
+        f"optimizer.lr={row.lr}",
         "lr_scheduler.warmup_steps=2",
         f"ac={row.ac}",
         *precision,

@@ -34,7 +34,7 @@ from rows import Row, overrides, read, tiny
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))  # a carried tree is not installed
-LEAST = 25  # seconds; if less time is left, no row begins
+LEAST = 45  # seconds; if less time is left, no row begins (12 layers of 8B took 32 to 41 s on an H200)
 FIRST_STEP = re.compile(r"step:? +1\b.*loss")  # as both tools print it
 
 
@@ -53,9 +53,11 @@ def command(row: Row, scratch: Path, trace: Path | None = None) -> list[str]:
 
 
 def measure(
-    row: Row, seconds: float, environment: dict[str, str], log: Path, trace: Path | None = None
+    row: Row, left: float, limit: float, environment: dict[str, str], log: Path, trace: Path | None = None
 ) -> dict[str, Any]:
-    """Run a row and return its measurements, or how it failed."""
+    """Run a row and return its measurements, or how it failed. It may take `limit` seconds, and all rows together have
+    `left` seconds.
+    """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
@@ -71,12 +73,14 @@ def measure(
                 start_new_session=True,
             )
             try:
-                status, started = watch(process, seconds, scratch / "output")
+                status, started = watch(process, min(left, limit), scratch / "output")
             finally:
                 kill(process)
         text = (scratch / "output").read_text(errors="replace")
         found = (
-            readable(row, scratch, text) if status == 0 else {"status": ended(status, text), "error": tail(text, 15)}
+            readable(row, scratch, text)
+            if status == 0
+            else {"status": ended(status, text, left < limit), "error": tail(text, 15)}
         )
         if trace is not None and row.tool == "titan_hydra":
             for file in scratch.glob("runs/*/attempts/1/profile/trace_0.json.gz"):
@@ -117,10 +121,10 @@ def kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def ended(status: int | None, text: str) -> str:
-    """Return how a row failed."""
+def ended(status: int | None, text: str, cut_off: bool) -> str:
+    """Return how a row failed. A row that did not end was cut off by the end of the time of all rows, or it hung."""
     if status is None:
-        return "hung"
+        return "not run: time was up while it ran" if cut_off else "hung"
     if status == 76 or "OutOfMemoryError" in text:
         return "out of memory"
     return "crashed" if status < 0 else "failed"
@@ -197,7 +201,7 @@ def results(
         if reason := omitted(row, left, header):
             yield {"name": row.name, "tool": row.tool, "status": reason}
             continue
-        found = measure(row, min(left, limit), environment, out / "rows.log")
+        found = measure(row, left, limit, environment, out / "rows.log")
         if found["status"] == "done":
             rates[row.name] = rate = found["tokens_per_second"]
             # relative to the bf16 peak, under Float8 too
@@ -280,7 +284,7 @@ def parse() -> argparse.Namespace:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting of all rows: --set batch=1"
     )
     parser.add_argument("--card", type=Path, help="file that card.py has printed")
-    parser.add_argument("--seconds", type=float, default=560, help="for all rows; one begins only if 25 are left")
+    parser.add_argument("--seconds", type=float, default=560, help=f"for all rows; one begins only if {LEAST} are left")
     parser.add_argument("--row-seconds", type=float, default=170, help="deadline of a row")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the results")
     args = parser.parse_args()

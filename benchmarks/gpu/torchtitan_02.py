@@ -73,7 +73,7 @@ def configuration(row: SimpleNamespace, windows: list[dict]):
         config.activation_checkpoint.selective_ac_option = {"op": "op", "layer": "2"}[row.ac]
     config.metrics.log_freq, config.metrics.disable_color_printing = row.window, True
     config.debug.moe_force_load_balance = row.balanced
-    config.lr_scheduler.warmup_steps, config.optimizer.lr, config.debug.seed = 2, 3e-4, 0
+    config.lr_scheduler.warmup_steps, config.optimizer.lr, config.debug.seed = 2, row.lr, 0
     return config
 
 

@@ -63,7 +63,7 @@ def configuration(row: SimpleNamespace, windows: list[dict]):
         dataloader=dataloader,
         metrics=metrics,
         loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))),
-        optimizer=default_adamw(lr=3e-4),
+        optimizer=default_adamw(lr=row.lr),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
         training=TrainingConfig(
             local_batch_size=row.batch,

@@ -47,6 +47,7 @@ def test_every_row_of_a_list_is_legal(name, bench, quickly):
         if row.tool == "titan_hydra":
             job = compose_job(*bench.overrides(row), "cluster=slurm")  # a cluster's memory is not that of this machine
             assert (job.model.dim, job.model.n_layers, job.data.seq_len) == (*row.dimensions[:2], row.seq_len)
+            assert (job.optimizer.lr, job.data.local_batch) == (row.lr, row.batch)
         else:
             assert (
                 row.tool == "torchtitan"
@@ -102,7 +103,7 @@ def test_a_row_that_crashes_or_hangs_costs_itself(bench, tmp_path):
         dataclasses.replace(fine, name=name, overrides=(f"train.imports=[{name}]",)) for name in ("aborts", "sleeps")
     )
     log = tmp_path / "rows.log"
-    found = [bench.measure(crash, 100, environment, log), bench.measure(hang, 6, environment, log)]
+    found = [bench.measure(crash, 100, 100, environment, log), bench.measure(hang, 100, 6, environment, log)]
     assert [row["status"] for row in found] == ["crashed", "hung"] and "error" in found[0]
     first = dataclasses.replace(fine, name="first")
     card = {"peak_flops": 1e12}
@@ -112,6 +113,16 @@ def test_a_row_that_crashes_or_hangs_costs_itself(bench, tmp_path):
     assert missing["status"] == "not run"
     assert all(name in log.read_text() for name in ("aborts", "sleeps", "fine"))
     assert bench.line(found[1]).endswith("hung") and f"{done['tokens_per_second']:,.0f}" in bench.line(done)
+
+
+def test_a_row_that_the_end_of_the_time_cuts_off_has_not_hung(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(100)"])
+    row = bench.tiny(bench.Row("one", "titan_hydra", "debug", 64, 2))
+    cut, hung = (
+        bench.measure(row, left, limit, dict(os.environ), tmp_path / "rows.log") for left, limit in ((0.2, 9), (9, 0.2))
+    )
+    assert (cut["status"], hung["status"]) == ("not run: time was up while it ran", "hung")
+    assert bench.line(cut).endswith(cut["status"]) and "error" in cut
 
 
 @pytest.mark.parametrize(
