@@ -240,13 +240,17 @@ def as_published(row: Row, found: dict, header: dict[str, Any]) -> dict[str, Any
     device = header["device"].lower()
     preset = next((file.stem for file in option_files("hardware") if file.stem in device), "unknown")
     job = freeze(compose_unchecked(*overrides(row), f"hardware={'cpu' if row.cpu else preset}"))
-    tool = OWN if row.tool == OWN else "pytorch/torchtitan"
+    tool, differs = OWN, {}
+    if row.tool != OWN:
+        tool = "pytorch/torchtitan"
+        differs["dp_kind"] = "none" if row.wrap == "native" else "fsdp2"
+        differs |= {"compile": "block and loss"} if row.compile else {}
     published = {
         "source": f"{tool}, benchmarks/gpu, {header['commit']}",
         "known": str(datetime.date.today()),
         "device": f"1 x {header['device']}",
     }
-    published |= row_of(job, row.name) | {"tokens_per_second_per_gpu": found["tokens_per_second"]}
+    published |= row_of(job, row.name) | differs | {"tokens_per_second_per_gpu": found["tokens_per_second"]}
     return published if found["reserved_gib"] is None else published | {"memory_gib": found["reserved_gib"]}
 
 

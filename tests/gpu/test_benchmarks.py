@@ -143,6 +143,17 @@ def test_a_measured_row_is_one_that_the_score_reads(bench, tmp_path, device, cpu
     assert scored.memory is None if cpu else scored.memory[0] == 1.5
 
 
+def test_a_row_of_torchtitan_says_what_its_memory_depends_on(bench):
+    """It compiles its loss, and may wrap the model with FSDP on one rank, which gathers weights in bf16."""
+    (row,) = (row for row in bench.read("first", {}, 139.8) if row.name == "TorchTitan bf16 fsdp")
+    found, card = {"tokens_per_second": 1.0, "reserved_gib": 92.54}, {"device": "NVIDIA H200", "commit": "abc"}
+    native = dataclasses.replace(row, wrap="native")
+    rows = [{"stack": {}, "shape": None} | bench.as_published(one, found, card) for one in (row, native)]
+    scored = [score(one) for one in rows]
+    assert [one.shape.wrapped for one in scored] == [True, False]
+    assert [round(one.memory[1], 1) for one in scored] == [95.1, 87.2]
+
+
 def test_a_row_that_cannot_be_read_or_published_stops_no_row(bench, tmp_path, monkeypatch, capsys):
     """The three rows run; the results of the first cannot be read, and the second cannot be published."""
     published = bench.as_published
@@ -171,6 +182,51 @@ def test_a_row_that_cannot_be_read_or_published_stops_no_row(bench, tmp_path, mo
     (written,) = yaml.safe_load((tmp_path / "rows.yaml").read_text())
     assert "ours 3" in str(written)
     assert "No module named 'planted'" in capsys.readouterr().out
+
+
+class Queue:
+    """A device that works behind its host; times in milliseconds."""
+
+    def __init__(self):
+        self.host = self.device = 0.0
+
+    def start(self, to_start, to_run):
+        self.host += to_start
+        self.device = max(self.device, self.host) + to_run
+
+    def synchronize(self):
+        self.host = max(self.host, self.device)
+
+    def __matmul__(self, _):
+        self.start(0.01, 1.4)
+
+    def Event(self, enable_timing):
+        return Mark(self)
+
+
+class Mark:
+    def __init__(self, queue):
+        self.queue, self.time = queue, 0.0
+
+    def record(self):
+        self.time = max(self.queue.device, self.queue.host)
+
+    def query(self):
+        return self.time <= self.queue.host
+
+    def elapsed_time(self, other):
+        return other.time - self.time
+
+
+@pytest.mark.parametrize(("to_start", "shown"), [(0.15, 0.055), (4, 0.055), (100, None)])
+def test_the_time_of_a_kernel_has_no_time_of_the_host(to_start, shown, monkeypatch):
+    """A call takes the host longer than its kernel runs; if no queue can hide this, no time is shown."""
+    monkeypatch.setattr(sys, "argv", ["wide_kernels.py", "cuda"])
+    kernels, queue = program("wide_kernels.py"), Queue()
+    monkeypatch.setattr(kernels.torch, "cuda", queue)
+    monkeypatch.setattr(kernels, "random", lambda *_: queue)
+    measured = kernels.milliseconds(lambda: queue.start(to_start, 0.055))
+    assert measured == (None if shown is None else pytest.approx(shown))
 
 
 def test_the_command_is_short_enough_for_every_part():

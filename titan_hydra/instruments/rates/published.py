@@ -127,8 +127,12 @@ def score(row: Row) -> Scored:
 
 
 def _shape(row: Row, job: Job) -> Shape:
-    """Return the shape of a row's job. Trainers other than this one checkpoint compiled blocks of experts as a whole."""
-    return replace(shape_of(job), whole_blocks=not str(row.get("source")).startswith(OWN))
+    """Return the shape of a row's job. Trainers other than this one checkpoint compiled blocks of experts as a whole, and
+    wrap a model with FSDP on one rank too, if their row says that it is wrapped.
+    """
+    shape, ours = shape_of(job), str(row.get("source")).startswith(OWN)
+    wrapped = not ours and row["gpus"] == 1 and str(row.get("dp_kind")).startswith("fsdp")
+    return replace(shape, whole_blocks=not ours, wrapped=shape.wrapped or wrapped)
 
 
 def _peak(row: Row, job: Job) -> float:
