@@ -149,7 +149,7 @@ def layouts(job: Job, gpus: int, args: argparse.Namespace) -> int:
     """Search for layouts and print them. With --prove N, also count the bytes of the N best layouts in the fake world.
     Draw the layouts if --plot names a folder. Returns 2 if no layout fits.
     """
-    rows, points = search(job, gpus)
+    rows, points = search(job, gpus, host=True)
     if not rows:
         node, batch = job.hardware.gpus_per_node, prepared(job, gpus).data.global_batch
         if node and gpus > node and gpus % node:
@@ -217,16 +217,17 @@ def show(rows: list[Row], points: int, job: Job, args: argparse.Namespace) -> No
         for name in ("cp", "tp", "pp", "ep")
         if any(getattr(row.prediction.job.parallelism, name) > 1 for row in rows)
     ]
-    numbers = ("batch", "tokens/s", "GiB")
+    pinned = any(memory.on_the_host(row.prediction.job) for row in rows)
+    numbers = ("batch", "tokens/s", "GiB", *("host GiB",) * pinned)
     schedule = ("schedule",) * ("pp" in degrees)
-    titles = ("", "dp", *degrees, *schedule, "ac", *numbers, "fits", "limited by")
-    cells = [_cells(number, row, degrees) for number, row in enumerate(rows, start=1)]
+    titles = ("", "dp", *degrees, *schedule, "ac", *("states",) * pinned, *numbers, "fits", "limited by")
+    cells = [_cells(number, row, degrees, pinned) for number, row in enumerate(rows, start=1)]
     print(
         f"{points:,} legal points on {world_size(first.job):,} x {first.job.hardware.name} of {first.capacity_gib:g} GiB",
         f"global batch {first.job.data.global_batch:,} x {first.job.data.seq_len:,} tokens; batch: data.local_batch",
         sep="\n",
     )
-    lines = table(titles, cells, ("", "dp", *degrees, *numbers), leaves=("limited by",))
+    lines = table(titles, cells, ("", "dp", *degrees, *numbers), leaves=("limited by", "host GiB"))
     fitting = sum(row.prediction.fits != "tight" for row in rows)
     if fitting < len(rows):
         title = "faster, but tight" if fitting else "nothing fits with room to spare; tight"
@@ -236,6 +237,8 @@ def show(rows: list[Row], points: int, job: Job, args: argparse.Namespace) -> No
         )
     elif first.fits == "no":
         lines.insert(1, "--- nothing fits; these layouts need least memory")
+    if pinned and not job.optimizer.offload:
+        lines.insert(1, "--- nothing fits in the devices' memory alone; these layouts need the host's")
     bands = f"predicted: GiB +-{memory.BAND:.0%}, tokens/s of a device {first.shown_band}"
     front = "; * no faster one is smaller" if first.fits != "no" else ""
     legend = [f"{bands}{front}", *[LIMITED] * ("limited by" in lines[0])]
@@ -245,7 +248,7 @@ def show(rows: list[Row], points: int, job: Job, args: argparse.Namespace) -> No
         print("try more GPUs, a device with more memory (hardware=), a smaller model or a smaller data.seq_len")
 
 
-def _cells(number: int, row: Row, degrees: list[str]) -> tuple[Any, ...]:
+def _cells(number: int, row: Row, degrees: list[str], pinned: bool) -> tuple[Any, ...]:
     """Return the cells of a layout's row in the table."""
     job, prediction = row.prediction.job, row.prediction
     layout = job.parallelism
@@ -255,9 +258,11 @@ def _cells(number: int, row: Row, degrees: list[str]) -> tuple[Any, ...]:
         *(getattr(layout, name) for name in degrees),
         *(order_of(job) or "-",) * ("pp" in degrees),
         job.ac.name,
+        *("host" if job.optimizer.offload else "device",) * pinned,
         job.data.local_batch,
         f"{prediction.speed.tokens_per_second:,.0f}",
         f"{prediction.peak.gib:.1f}",
+        *(f"{memory.on_the_host(job) / GIB:.1f}",) * pinned,
         prediction.fits,
         f"{prediction.speed.limit}; {prediction.peak.largest.name}",
     )

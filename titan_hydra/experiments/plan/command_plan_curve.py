@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.fault import quoted
 from titan_hydra.core.job.ranks import devices_here, runs_here
 from titan_hydra.experiments.plan import predict
+from titan_hydra.experiments.plan.memory import on_the_host
 from titan_hydra.experiments.plan.search import Row, search
 
 TITLES = (
@@ -31,7 +33,7 @@ TITLES = (
 
 # the words of a command line that a layout replaces
 REPLACED = re.compile(
-    r"\+*~?(gpus|ac|pp_schedule|(ac|pp_schedule)\..*|data\.(local|global)_batch|parallelism\.(dp_replicate|dp_shard|cp|tp|pp|ep|async_tp))="
+    r"\+*~?(gpus|ac|optimizer\.offload|pp_schedule|(ac|pp_schedule)\..*|data\.(local|global)_batch|parallelism\.(dp_replicate|dp_shard|cp|tp|pp|ep|async_tp))="
 )
 LIMITED = "`limited by`: the largest term of time beside matmuls and attention; of memory"
 
@@ -50,7 +52,7 @@ def curve(job: Job, counts: list[int], args: argparse.Namespace) -> int:
     """Search for the fastest layout on each number of devices, and print a row for each number. GPU-hours are those of
     a billion tokens. Draw the speeds if --plot names a folder. Returns 2 if no layout fits on any number of devices.
     """
-    best = {count: rows[0] for count in counts if (rows := search(job, count)[0])}
+    best = {count: rows[0] for count in counts if (rows := search(job, count, host=True)[0])}
     fitting = {count: row for count, row in best.items() if row.prediction.fits != "no"}
     if args.json:
         print(to_json([_as_json(count, best.get(count)) for count in counts]))
@@ -81,7 +83,8 @@ def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, 
     """Print a row for each number of devices, then the layouts as command lines."""
     batch = f"{job.data.global_batch:,} samples" if job.data.global_batch else f"{job.data.local_batch:,} on each GPU"
     print(f"{job.model.name} on {job.hardware.name}, {job.data.seq_len:,} tokens a sample, global batch: {batch}")
-    first = next((row.prediction.speed for row in fitting.values()), None)
+    alone = [row for row in fitting.values() if not on_the_host(row.prediction.job)]  # linear scaling begins with these
+    first = next((row.prediction.speed for row in [*alone, *fitting.values()]), None)
     rows: list[tuple[Any, ...]] = []
     for count in counts:
         row = best.get(count)
@@ -101,7 +104,7 @@ def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, 
         limit = f"{speed.limit}; {prediction.peak.largest.name}" if speed else prediction.peak.largest.name
         layout = (
             layout_of(prediction.job),
-            prediction.job.ac.name,
+            f"{prediction.job.ac.name}{', states on the host' * prediction.job.optimizer.offload}",
             prediction.job.data.local_batch,
             f"{prediction.peak.gib:.1f}",
             prediction.fits,
@@ -110,8 +113,15 @@ def _show(job: Job, counts: list[int], best: dict[int, Row], fitting: dict[int, 
     numbers = ("gpus", "local batch", "GiB", "tokens/s/device", "tokens/s", "of linear", "GPU-hours")
     leaves = ("limited by", "tokens/s", "local batch", "GPU-hours")
     print(*table(TITLES, rows, numbers, ("layout",), leaves=leaves), sep="\n")
-    print(f"GPU-hours of a billion tokens. {LIMITED}", *predict.notes(job), "", sep="\n")
+    print(f"GPU-hours of a billion tokens. {LIMITED}", *predict.notes(job), *_offloads(job, best), "", sep="\n")
     print(*(f"{count:>6,}  {whole_line(job, row, args)}" for count, row in best.items()), sep="\n")
+
+
+def _offloads(job: Job, best: dict[int, Row]) -> Iterator[str]:
+    """Yield a line for each number of devices on which a layout fits only with the host's memory: what that costs."""
+    if not on_the_host(job):
+        for count, row in best.items():
+            yield from (f"{count:,}: {line}" for line in predict.cost_of_offload(row.prediction.job))
 
 
 def whole_line(job: Job, row: Row, args: argparse.Namespace) -> str:

@@ -234,9 +234,27 @@ def notes(job: Job) -> list[str]:
             f"precision={job.precision.name}: experts multiply at hardware.float8_tflops times the ratio of grouped matmuls in bf16; "
             "nobody measured this, and weights' gradients are in bf16"
         )
-    if pinned := on_the_host(job):
-        why = [f"ac={job.ac.name}"] * mode_of(job).host + ["optimizer.offload=true"] * job.optimizer.offload
-        lines.append(f"{', '.join(why)}: {in_bytes(pinned)} of pinned host memory for each device")
+    return [*lines, *cost_of_offload(job)]
+
+
+def cost_of_offload(job: Job) -> list[str]:
+    """Return a line that says what a job pins of the host's memory, and how much longer its step takes than without; no
+    line for a job that pins nothing.
+    """
+    if not (pinned := on_the_host(job)):
+        return []
+    why = [f"ac={job.ac.name}"] * mode_of(job).host + ["optimizer.offload=true"] * job.optimizer.offload
+    plain = changed(with_mode(job, "full") if mode_of(job).host else job, optimizer={"offload": False})
+    instead = "without" if job.optimizer.offload else "with ac=full"
+    without, seconds = timed(in_memory(plain), exact=False), timed(in_memory(job), exact=False).speed
+    lines = [
+        f"{', '.join(why)}: {in_bytes(pinned)} of pinned host memory for each device; not compared with what a host has"
+    ]
+    if without.speed and seconds:
+        lines[0] += (
+            f"; a step takes {seconds.step_seconds / without.speed.step_seconds - 1:.1%} longer than {instead}, "
+            f"which needs {without.peak.gib:,.1f} GiB of a device"
+        )
     return lines
 
 
@@ -276,6 +294,7 @@ def as_json(prediction: Prediction) -> dict[str, Any]:
         "memory_gib_band": around(peak.gib, memory.BAND),
         "allocated_gib": peak.allocated_gib,
         "capacity_gib": prediction.capacity_gib,
+        "host_gib": on_the_host(prediction.job) / GIB,
         "fits": prediction.fits,
         "rank": peak.rank,
         "tokens_per_second": rate,

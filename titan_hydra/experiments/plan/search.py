@@ -23,6 +23,7 @@ FASTER = 3  # maximum number of tight layouts that a search returns, all faster 
 CHUNKS = (2, 3, 4, 5, 6, 8)  # numbers of stages per pipeline rank to try, if the schedule allows several
 LONG = 32_768  # sequence length in tokens from which context parallelism is searched by default
 LARGEST = 64  # maximum number of samples in a local batch, if there is no pipeline
+OFFLOAD = "offload"  # the mode of activation checkpointing that keeps blocks' inputs in the host's memory
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 
@@ -65,7 +66,8 @@ class Row:
         overlaps = job.parallelism.async_tp
         async_tp = [f"parallelism.async_tp={str(overlaps).lower()}"] * (overlaps or asked.async_tp)
         batches = [f"data.local_batch={job.data.local_batch}", f"data.global_batch={job.data.global_batch}"]
-        return " ".join([f"gpus={job.gpus}", *degrees, *async_tp, *schedule, f"ac={job.ac.name}", *batches])
+        states = ["optimizer.offload=true"] * job.optimizer.offload
+        return " ".join([f"gpus={job.gpus}", *degrees, *async_tp, *schedule, f"ac={job.ac.name}", *states, *batches])
 
 
 def prepared(job: Job, gpus: int) -> Job:
@@ -75,16 +77,19 @@ def prepared(job: Job, gpus: int) -> Job:
     return changed(on_nodes(job, gpus), data={"global_batch": job.data.global_batch or job.data.local_batch * gpus})
 
 
-def search(job: Job, gpus: int) -> tuple[list[Row], int]:
+def search(job: Job, gpus: int, host: bool = False) -> tuple[list[Row], int]:
     """Return the layouts that fit, the fastest first, then tight ones that are faster, and the number of legal jobs that
     were examined. Raises NotPredictable.
 
     If more than ROWS layouts fit, those on the Pareto front of speed and memory are kept before all others. If no
-    layout fits, the tight ones are returned and, if there are none, those that need least memory.
+    layout fits, the tight ones are returned and, if there are none, those that need least memory. With `host`, layouts
+    that offload to the host's memory are returned, if some fit and no other layout does.
     """
     layouts = [*_points(prepared(job, gpus))]
     if layouts and (reason := timed(layouts[0], exact=False).reason):
         raise NotPredictable(reason)
+    if host and job.hardware.host_gbs and all(layout.fits == "no" for layout in layouts):
+        layouts += _offloaded(layouts)
     by_speed = [timed(layout, exact=False) for layout in layouts if layout.fits != "no"]
     by_speed.sort(key=lambda layout: -layout.speed.tokens_per_second)
     # twice as many layouts as are returned get an exact prediction of their time
@@ -157,6 +162,20 @@ def _points(job: Job) -> Iterator[Prediction]:
                 yield fitting[0]
                 if fitting[0].fits == "tight":
                     yield from [prediction for prediction in fitting if prediction.fits != "tight"][:1]
+
+
+def _offloaded(layouts: list[Prediction]) -> list[Prediction]:
+    """Return the predicted memory of layouts that do not fit, with the optimizer's states, the blocks' inputs or both in
+    the host's memory, if they fit so. Of the modes of activation checkpointing, the one is tried that recomputes least.
+    """
+    fitting = []
+    for job in (layout.job for layout in layouts):
+        states = changed(job, optimizer={"offload": True})
+        # a common case: the job does not even fit with all of it on the host
+        if in_memory(with_mode(states, OFFLOAD)).fits != "no":
+            for jobs in (_legal(states, searched_modes()), _legal(job, [OFFLOAD]), _legal(states, [OFFLOAD])):
+                fitting += [memory for memory in map(in_memory, jobs) if memory.fits != "no"][:1]
+    return fitting
 
 
 def _legal(job: Job, modes: Iterable[str]) -> Iterator[Job]:

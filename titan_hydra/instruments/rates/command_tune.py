@@ -36,6 +36,7 @@ LAYOUT = {  # keys that the search sets; overrides of these keys on the command 
     "gpus",
     "ac",
     "ac.name",
+    "optimizer.offload",
     "data.local_batch",
     "data.global_batch",
     "pp_schedule",
