@@ -22,11 +22,11 @@ CLASSES = ("optimizer", "attention", "matmul", "loss", "casts", "other", "commun
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 NAMES = (  # the first that matches a name counts; operators are called aten::..., all others are kernels or ranges
     ("communication", r"nccl|gloo:|c10d|symm_mem|record_param_comms"),
-    ("loss", r"soft_?max|nll_loss|cross_entropy|logsumexp"),
+    ("loss", r"soft_?max|nll_loss|cross_entropy|logsumexp|^_(sums|slopes)$"),  # the last two: of loss.chunk_tokens
     # kernels of precision.kernels=fused
     (
         "casts",
-        r"titan_hydra::float8|^_(rows|columns|gated_maxima|gated_backward)$",
+        r"titan_hydra::float8|^_(rows|columns|maxima|parts|gated_maxima|gated_backward)$",
     ),
     ("casts", r"triton.*(amax|clamp)|aten::(copy_|cat|clone)$|copy_kernel|memcpy|memset|CatArray|chunk_cat"),
     ("other", r"^triton_"),  # names of the compiler's kernels contain the names of all operators that they fuse

@@ -53,6 +53,10 @@ def test_kernels_share_the_time_and_communication_may_hide():
         ("triton_poi_fused__scaled_dot_product_cudnn_attention_mul_silu_3", "other"),
         ("triton_red_fused__to_copy_abs_amax_mean_1", "casts"),
         ("triton_red_fused__log_softmax_nll_loss_forward_0", "loss"),
+        ("_slopes", "loss"),
+        ("_adamw", "optimizer"),
+        ("_maxima", "casts"),
+        ("_norm_backward", "other"),
         ("Memcpy DtoD (Device -> Device)", "casts"),
         (
             "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>",
