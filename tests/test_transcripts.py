@@ -67,13 +67,14 @@ def test_the_number_of_proven_cases_is_that_of_the_table():
     assert f"{len(rows)} layouts and recipes" in README
 
 
-STATUS = "Nothing has run on CUDA yet: speed and memory on GPUs are predicted, not measured."
+STATUS = "Checked and measured on one H200. Nothing has run on several GPUs: their speed and memory are predicted, not measured"
 TOLD_AT = (
     "README.md",
     "docs/quickstart.md",
     "docs/parallelism.md",
     "docs/faq.md",
     "docs/index.md",
+    "docs/performance.md",
     "docs/lab/performance.md",
 )
 OTHERWISE = re.compile(
@@ -85,6 +86,7 @@ def test_one_sentence_tells_what_has_run_on_a_gpu():
     pages = {str(path.relative_to(ROOT)): " ".join(path.read_text().split()) for path in ROOT.glob("docs/**/*.md")}
     pages["README.md"] = " ".join(README.split())
     assert [name for name in TOLD_AT if STATUS not in pages[name]] == []
+    del pages["docs/performance.md"]  # which tells the details
     assert {
         name: found[0] for name, text in pages.items() if (found := OTHERWISE.search(text.replace(STATUS, "")))
     } == {}

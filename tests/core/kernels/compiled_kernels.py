@@ -62,13 +62,13 @@ def cases(dim: int, width: int) -> Iterator[Case]:
         )
     tile = {"WIDTH": width, "ROWS": 64, "COLUMNS": float8.TILE}
     yield "SwiGLU's backward: maxima", width, float8._gated_maxima, 4, tile | {"TIMES": 4}
-    yield "SwiGLU's backward: casts", width, float8._gated_backward, 8, tile
+    yield "SwiGLU's backward: casts", width, float8._gated_backward, 4, tile
     block = triton.next_power_of_2(dim)
     yield (
         "norm's backward",
         dim,
         float8._norm_backward,
-        float8._warps(block),
+        float8._warps(block, elements=32),
         {"WIDTH": dim, "BLOCK": block, "ROWS": 32},
     )
     for name, kernel in (("softmax: sums", cross_entropy._sums), ("softmax: slopes", cross_entropy._slopes)):
