@@ -2,3 +2,6 @@
 recipe registers its parts in the same way as a module of `train.imports`; deleting its folder removes the recipe
 completely.
 """
+
+# The configuration comes first: it imports all recipes in its order, and some of them import others.
+from titan_hydra.core.job import config as config
