@@ -48,6 +48,24 @@ def test_value_and_gradients_are_those_of_the_plain_loss(chunk, ignored):
         assert (ours - theirs).norm() <= 2e-6 * theirs.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_and_entropies_come_from_one_softmax(dtype, monkeypatch):
+    """With entropies, the losses stay the same bit for bit, and no second softmax is computed."""
+    hidden, weight, labels = (tensor.detach() for tensor in arguments(dtype))
+    alone = loss_head.linear_cross_entropy(hidden, weight, labels.unsqueeze(-1), 50)
+    monkeypatch.setattr(loss_head, "softmax_sums", None)
+    pairs = loss_head.linear_cross_entropy(hidden, weight, labels.unsqueeze(-1).expand(-1, -1, 2), 50)
+    exact = torch.distributions.Categorical(logits=(hidden @ weight.T).double()).entropy()
+    assert torch.equal(pairs[..., 0], alone)
+    torch.testing.assert_close(pairs[..., 1].double(), exact, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(loss_head.entropies(hidden @ weight.T), pairs[..., 1], rtol=0, atol=0)
+
+
+def test_an_entropy_is_a_number_where_logits_are_far_apart():
+    logits = torch.tensor([[[0.0, 0.0, -torch.inf, -1e38], [0.0, -1e4, -300.0, -199.0], [3e38, -3e38, -3e38, 0.0]]])
+    torch.testing.assert_close(loss_head.entropies(logits)[0], torch.tensor([2.0, 1.0, 1.0]).log())
+
+
 def test_huge_logits_do_not_overflow():
     hidden, weight, labels = arguments()
     with torch.no_grad():

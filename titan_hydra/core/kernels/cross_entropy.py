@@ -1,8 +1,8 @@
 """Softmax and cross-entropy of logits in place: the derivatives overwrite the logits, and no other tensor of that size
 is allocated.
 
-There are two operators, so that ranks that split the vocabulary can add up their sums between the first operator and
-the second. Both compute in float32.
+Sums and slopes are operators of their own, so that ranks that split the vocabulary can add up their sums before the
+slopes are computed. All operators compute in float32.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ AT_ONCE = 2**20  # logits that torch processes at a time on a CPU, so that their
 # and on a device: their float32 copies take 256 MiB each, and moving one takes about 0.2 ms at 3 TB/s, so that the few
 # microseconds of a launch do not count. This is arithmetic, not measured.
 AT_ONCE_ON_DEVICE = 2**26
+LEAST = -200.0  # exp(LEAST) is 0 in float32; below it, 0 * -inf would not be a number
 
 
 @custom_op("titan_hydra::softmax_sums", mutates_args=())
@@ -53,18 +54,25 @@ def logits_to_slopes(logits: Tensor, targets: Tensor, largest: Tensor, scales: T
 
 
 @custom_op("titan_hydra::softmax_moments", mutates_args=())
-def softmax_moments(logits: Tensor, largest: Tensor) -> Tensor:
-    """Return each row's sum of exp(x - largest) * (x - largest) over its logits x, in float32 [tokens, 1]. `largest` has
-    each row's maximum.
+def softmax_moments(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `softmax_sums` returns, bit for bit on a CPU, and each row's sum of exp(x - maximum) * (x - maximum)
+    over its logits x, also float32 [tokens, 1].
     """
-    moments = _per_row(logits)
+    moments, in_triton = _per_row(logits), logits.is_cuda and find_spec("triton")
+    largest, sums = softmax_sums(logits) if in_triton else (_per_row(logits), _per_row(logits))
     for rows in _rows_at_once(logits):
-        moments[rows] = torch.special.entr((logits[rows].float() - largest[rows]).exp_()).sum(1, keepdim=True).neg_()
-    return moments
+        if not in_triton:
+            largest[rows] = logits[rows].amax(1, keepdim=True)
+        below = logits[rows].float() - largest[rows]
+        terms = below.exp()
+        if not in_triton:
+            sums[rows] = terms.sum(1, keepdim=True)
+        moments[rows] = terms.mul_(below.clamp_(min=LEAST)).sum(1, keepdim=True)
+    return largest, sums, moments
 
 
 softmax_sums.register_fake(lambda logits: (_per_row(logits), _per_row(logits)))
-softmax_moments.register_fake(lambda logits, largest: _per_row(logits))
+softmax_moments.register_fake(lambda logits: (_per_row(logits), _per_row(logits), _per_row(logits)))
 logits_to_slopes.register_fake(lambda *_: None)
 
 

@@ -158,8 +158,12 @@ class TokenCrossEntropy(torch.autograd.Function):
         rows = []
         for part, right in zip(hidden.split(chunk), targets.unsqueeze(1).split(chunk), strict=True):
             logits = part @ weight.T
-            losses = losses_of(logits, right, vocabulary, None)
-            rows.append(losses if numbers == 1 else torch.cat([losses, entropies_of(logits, vocabulary)], 1))
+            if numbers == 1:
+                rows.append(losses_of(logits, right, vocabulary, None))
+                continue
+            largest, sums, moments = softmax_moments(logits)
+            losses = losses_of(logits, right, vocabulary, None, (largest, sums))
+            rows.append(torch.cat([losses, entropies_of(largest, sums, moments, vocabulary)], 1))
         return torch.cat(rows)
 
     @staticmethod
@@ -177,16 +181,23 @@ class TokenCrossEntropy(torch.autograd.Function):
         return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None, None
 
 
-def losses_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None, factors: Tensor | float | None) -> Tensor:
+def losses_of(
+    logits: Tensor,
+    targets: Tensor,
+    vocabulary: Vocabulary | None,
+    factors: Tensor | float | None,
+    softmax: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Return the losses [tokens, 1] of logits [tokens, vocab] for targets [tokens, 1], in float32. With factors
-    [tokens, 1], replace the logits by the derivatives of the losses times the factors.
+    [tokens, 1], replace the logits by the derivatives of the losses times the factors. `softmax` is what `softmax_sums`
+    returns for the logits, if it was computed before.
     """
     counts = targets >= 0
     if vocabulary is not None:
         targets = targets - vocabulary.first
     # whether the target is in this rank's part of the vocabulary
     here = counts & (targets >= 0) & (targets < logits.shape[1])
-    largest, sums = softmax_sums(logits)
+    largest, sums = softmax or softmax_sums(logits)
     right = logits.gather(1, targets.where(here, 0)).float() * here
     if vocabulary is not None:
         largest_here, largest = largest, over_ranks(largest.clone(), vocabulary, dist.ReduceOp.MAX)
@@ -197,10 +208,10 @@ def losses_of(logits: Tensor, targets: Tensor, vocabulary: Vocabulary | None, fa
     return (sums.log() + largest - right) * counts
 
 
-def entropies_of(logits: Tensor, vocabulary: Vocabulary | None) -> Tensor:
-    """Return the entropy [tokens, 1] of the distribution that each row of logits [tokens, vocab] gives, in float32."""
-    largest, sums = softmax_sums(logits)
-    moments = softmax_moments(logits, largest)
+def entropies_of(largest: Tensor, sums: Tensor, moments: Tensor, vocabulary: Vocabulary | None) -> Tensor:
+    """Return the entropy [tokens, 1] of the distribution that each row of logits gives, from the results of
+    `softmax_moments`.
+    """
     if vocabulary is not None:
         largest_here, largest = largest, over_ranks(largest.clone(), vocabulary, dist.ReduceOp.MAX)
         moved = largest_here - largest
@@ -218,7 +229,8 @@ def entropies(logits: Tensor) -> Tensor:
         if Shard(2) in logits.placements:
             vocabulary = Vocabulary(logits.device_mesh.get_group(), 0)
         logits = logits.to_local()
-    return entropies_of(logits.flatten(0, 1), vocabulary).view(logits.shape[:2])
+    largest, sums, moments = softmax_moments(logits.flatten(0, 1))
+    return entropies_of(largest, sums, moments, vocabulary).view(logits.shape[:2])
 
 
 def over_ranks(value: Tensor, vocabulary: Vocabulary, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
