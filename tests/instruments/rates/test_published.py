@@ -75,6 +75,16 @@ def test_ranks_of_megatron_gather_no_weights_for_a_microbatch():
     assert many == pytest.approx(few)
 
 
+def test_rows_that_this_project_measured_are_set_apart():
+    """They tune nothing, and no median of what others published has them in it."""
+    rows = [
+        row
+        for row in rows_of(PUBLISHED)
+        if row["source"].startswith("titan_hydra") or "benchmarks/gpu" in row["source"]
+    ]
+    assert len(rows) == 6 and all(row["apart"] == "measured by this project" for row in rows)
+
+
 def test_a_source_that_gives_both_confirms_how_its_flops_are_counted():
     rows = [row for row in rows_of(PUBLISHED) if row.get("formula") == "nemo" and "tokens_per_second_per_gpu" in row]
     assert len(rows) == 12
