@@ -67,6 +67,7 @@ LONG = (
     "recipes/transformers/test_recipes.py::test_every_recipe",
     "recipes/transformers/test_transformers.py::test_titan_verify_proves_it",
     "recipes/transformers/test_transformers.py::test_a_folder_is_read_and_written_in_its_own_format[qwen3]",
+    "recipes/transformers/test_experts.py::test_split_experts_of_every_family",
     "recipes/transformers/test_pipeline.py::test_every_family_learns_the_same_in_a_pipeline",
     "recipes/transformers/test_pipeline.py::test_some_families_learn_the_same_with_other_layouts",
     *(

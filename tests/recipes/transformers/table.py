@@ -23,6 +23,7 @@ from titan_hydra.instruments.verify.judge import compare
 from titan_hydra.instruments.verify.processes import spawn_ranks
 from titan_hydra.instruments.verify.reference import Trace
 from titan_hydra.instruments.verify.verify import exact, trace
+from titan_hydra.recipes.transformers.config import WITH_EXPERTS
 
 WHOLE = "parallelism.sequence_parallel=false"
 SPLIT = ("parallelism=fsdp", "data.local_batch=4")
@@ -43,6 +44,7 @@ LAYOUTS = {
     "fsdp+pp": (4, ("parallelism=fsdp_pp", "parallelism.pp=2", "data.local_batch=4", UNTIED)),
     "cp": (2, (*ULYSSES, "data.local_batch=4")),
     "fsdp+cp": (4, (*ULYSSES, "parallelism.dp_shard=2", "parallelism.cp=2", "data.local_batch=2", "ac=full")),
+    "fsdp+ep": (4, ("parallelism=fsdp", "parallelism.ep=2", "data.local_batch=2")),
     "compile": (2, (*SPLIT, "compile=block", "compile.backend=aot_eager")),
     "lora": (2, ("parallelism=tp", "data.local_batch=8", WHOLE, *LEARNED["lora"])),
     "float8": (2, (*SPLIT, *LEARNED["float8"])),
@@ -111,7 +113,7 @@ def _trace_all(device, root, jobs):
     meshes = {}
     for name, config in jobs:
         one, began = from_dict(Job, config), time.process_time()
-        key = tuple(getattr(one.parallelism, degree) for degree in DEGREES)
+        key = tuple(getattr(one.parallelism, degree) for degree in (*DEGREES, "ep"))
         try:
             if ", reference" in name and not one.precision.converter:
                 found = exact(one, CASE)
@@ -131,7 +133,11 @@ def _trace_all(device, root, jobs):
 
 def expected_words() -> dict[tuple[str, str], str]:
     """Return what the page says of each family and layout."""
-    return {(kind, name): "yes" for kind in FAMILIES for name in LAYOUTS}
+    return {
+        (kind, name): "yes" if name != "fsdp+ep" or kind in WITH_EXPERTS else "refused"
+        for kind in FAMILIES
+        for name in LAYOUTS
+    }
 
 
 def lines(found: dict[tuple[str, str], str], seconds: dict[str, float] | None = None) -> list[str]:

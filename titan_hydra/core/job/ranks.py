@@ -76,4 +76,4 @@ def sparse(job: Job) -> Any:
 
 def expert_degrees(job: Job, ranks: int) -> tuple[int, ...]:
     """Return the expert-parallel degrees that divide both `ranks` and the number of experts; (1,) without experts."""
-    return divisors(math.gcd(ranks, sparse(job).n_experts)) if job.model.sparse else (1,)
+    return divisors(math.gcd(ranks, job.model.expert_count)) if job.model.expert_count else (1,)

@@ -94,6 +94,19 @@ class Destinations(NamedTuple):
         return Moved.apply(rows, self.inverse, self.order)
 
 
+def sorted_by_expert(chosen: Tensor, count: int) -> Destinations:
+    """Sort the (token, expert) pairs by expert; `chosen` [tokens, k] are the experts of each token, of `count` experts. The
+    tokens of an expert are counted in the sorted order, without atomic additions and without a wait of the host.
+    """
+    # int32, as a radix sort makes one pass for each byte of a key
+    experts, order = chosen.flatten().int().sort(stable=True)
+    each = torch.arange(count, device=chosen.device, dtype=torch.int32)
+    ends = torch.searchsorted(experts, each, right=True, out_int32=True)
+    positions = torch.arange(len(order), device=chosen.device, dtype=torch.int32)
+    inverse = torch.empty_like(positions).scatter_(0, order, positions)
+    return Destinations(chosen, order.int(), inverse, torch.diff(ends, prepend=torch.zeros_like(ends[:1])))
+
+
 class Router(nn.Module):
     """Scores the experts for each token, in float32, and chooses among them. The family's `float32_router` states whether
     the router's matmul is in float32 too.
@@ -144,17 +157,8 @@ class Router(nn.Module):
         return scores, shares, torch.special.entr(shares.detach()).sum()
 
     def plan(self, scores: Tensor) -> Destinations:
-        """Choose the experts of each token, and sort the (token, expert) pairs by expert. The tokens of an expert are
-        counted in the sorted order, without atomic additions and without a wait of the host.
-        """
-        chosen = self.choose(scores)
-        # int32, as a radix sort makes one pass for each byte of a key
-        experts, order = chosen.flatten().int().sort(stable=True)
-        each = torch.arange(self.config.n_experts, device=chosen.device, dtype=torch.int32)
-        ends = torch.searchsorted(experts, each, right=True, out_int32=True)
-        positions = torch.arange(len(order), device=chosen.device, dtype=torch.int32)
-        inverse = torch.empty_like(positions).scatter_(0, order, positions)
-        return Destinations(chosen, order.int(), inverse, torch.diff(ends, prepend=torch.zeros_like(ends[:1])))
+        """Choose the experts of each token, and sort the (token, expert) pairs by expert."""
+        return sorted_by_expert(self.choose(scores), self.config.n_experts)
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the experts of each token: those with the highest scores in the best groups. A group is rated by the

@@ -54,6 +54,10 @@ class SparseModel(Model):
     def sparse(self) -> bool:
         return True
 
+    @property
+    def expert_count(self) -> int:
+        return self.n_experts
+
     def arithmetic(self) -> dict[str, Any]:
         return super().arithmetic() | {"router_bias_update_rate": None, "sequence_balance": None}
 

@@ -15,7 +15,7 @@ from titan_hydra.core.base.private import placed_on
 from titan_hydra.core.job.config.family import family_of, places_of_blocks
 from titan_hydra.core.job.config.schema import Job
 
-from .experts import sparse_layers
+from .experts import exchanging_layers
 from .mesh import Mesh, local_part
 
 
@@ -65,14 +65,14 @@ def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
     One group of hooks gathers the experts and the rest of the block, if torch supports this (2.11 does not). A second
     group, inside the block, would run again when the block is recomputed.
     """
-    layers = sparse_layers(block) if mesh.experts is not None else []
-    if not layers:
+    modules = [experts for _, experts in exchanging_layers(block)] if mesh.experts is not None else []
+    if not modules:
         fully_shard(block, **options)
         return
     experts_mesh = mesh.experts[
         tuple(name for name in ("dp_replicate", "efsdp") if name in mesh.experts.mesh_dim_names)
     ]
-    weights = {weight for layer in layers for weight in layer.experts.parameters()}
+    weights = {weight for experts in modules for weight in experts.parameters()}
 
     def place(weight: nn.Parameter) -> Shard:
         return Shard(0 if local_part(weight).shape[0] % experts_mesh["efsdp"].size() == 0 else 1)
@@ -82,8 +82,8 @@ def shard_block(block: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None:
             block, **options, shard_placement_fn=lambda weight: together(place(weight)) if weight in weights else None
         )
         return
-    for layer in layers:
-        fully_shard(layer.experts, **options | {"mesh": experts_mesh}, shard_placement_fn=place)
+    for experts in modules:
+        fully_shard(experts, **options | {"mesh": experts_mesh}, shard_placement_fn=place)
     fully_shard(block, **options)
 
 

@@ -31,21 +31,29 @@ def apply(module: nn.Module, mesh: Mesh, job: Job) -> None:
         layer.router.scale = 1 / (job.data.global_batch * job.data.seq_len)
         if sequence := [mesh.world.get_group(name) for name in ("cp", "tp") if getattr(mesh.degrees, name) > 1]:
             layer.router.over_sequence = Summed(sequence)
-        if mesh.degrees.ep == 1:
-            continue
-        ep = mesh.experts["ep"]
-        for name, weight in list(layer.experts.named_parameters()):
-            layer.experts.register_parameter(
+    if mesh.experts is None or mesh.degrees.ep == 1:
+        return
+    ep = mesh.experts["ep"]
+    for layer, experts in exchanging_layers(module):
+        for name, weight in list(experts.named_parameters()):
+            experts.register_parameter(
                 name, nn.Parameter(distribute_tensor(weight, ep, [Shard(0)], src_data_rank=None))
             )
-        layer.experts.read, layer.experts.sends = local_part, True
-        layer.experts.dynamic = True  # tells the compiler that the number of rows differs in each step
+        experts.read, experts.sends = local_part, True
+        experts.dynamic = True  # tells the compiler that the number of rows differs in each step
         layer.exchange = AllToAll(ep.get_group(), job.debug.balance_experts)
 
 
 def sparse_layers(module: nn.Module) -> list[Any]:
     """Return the feed-forwards with this package's experts, of a model, a stage or a block, in running order."""
     return [part for part in module.modules() if hasattr(part, "router") and hasattr(part, "exchange")]
+
+
+def exchanging_layers(module: nn.Module) -> list[tuple[Any, Any]]:
+    """Return each module whose `exchange` can send tokens to other ranks, with the module that has the weights of its
+    experts, which is the same one for experts of other libraries.
+    """
+    return [(part, getattr(part, "experts", part)) for part in module.modules() if hasattr(part, "exchange")]
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,7 @@ class AllToAll(nn.Module):
         super().__init__()
         self.group, self.balanced = group, balanced
 
-    def forward(self, rows: Tensor, plan: Any, experts: nn.Module) -> Tensor:
+    def forward(self, rows: Tensor, plan: Any, experts: Callable[..., Tensor]) -> Tensor:
         arriving, sent, received = keep(self.sizes, plan)
         route = Route(self.group, sent, received)
         rows = Travel.apply(plan.spread(rows), route.there, route.back)

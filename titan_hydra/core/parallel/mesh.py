@@ -99,7 +99,7 @@ def build_mesh(degrees: Parallelism, device_type: str, sparse: bool = False) -> 
 
     Dimensions of size 1 are left out, because each would cost a process group. dp_shard stays wherever parameters are
     sharded or replicated, so that FSDP, HSDP and DDP are one case: a 2-D mesh whose inner dimension may be 1. A
-    `sparse` model has experts: FSDP shards them over tp ranks too, which hold different tokens.
+    `sparse` model has this package's experts: FSDP shards them over tp ranks too, which hold different tokens.
     """
     if any(getattr(degrees, name) < 1 for name in DEGREES):
         raise ValueError(f"a degree is at least 1: {degrees}")
@@ -118,7 +118,7 @@ def build_mesh(degrees: Parallelism, device_type: str, sparse: bool = False) -> 
         if degrees.dp_replicate > 1:
             fsdp = concatenate([world["dp_replicate"], fsdp])
     batch, loss, stage = (_group(world, dims) for dims in (DEGREES[1:3], DEGREES[1:4], DEGREES[1:]))
-    experts = experts_mesh(degrees, device_type) if sparse and degrees.ep * degrees.tp > 1 else None
+    experts = experts_mesh(degrees, device_type) if degrees.ep > 1 or (sparse and degrees.tp > 1) else None
     return Mesh(degrees=degrees, world=world, fsdp=fsdp, batch=batch, loss=loss, stage=stage, experts=experts)
 
 

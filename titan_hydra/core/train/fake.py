@@ -118,7 +118,10 @@ def fake_step(job: Job, watch: Watch | None = None, device: torch.device = CPU) 
     job = copy.deepcopy(job)
     job.compile.name, job.parallelism.async_tp = "off", False
     if device.type == "cpu":
-        job.precision.emulate, job.debug.balance_experts = job.precision.converter is not None, job.model.sparse
+        job.precision.emulate, job.debug.balance_experts = (
+            job.precision.converter is not None,
+            job.model.expert_count > 0,
+        )
     parts = assemble(job, device)  # outside FakeTensorMode, in which meshes would be fake too
     with FakeTensorMode(allow_non_fake_inputs=True):
         for stage in parts.stages:

@@ -17,7 +17,7 @@ from titan_hydra.core.job.config.fault import Fault, bad_value, fault_at
 from titan_hydra.core.job.config.field import key
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.config.ranges import COUNT, PATH, POSITIVE, WIDTH, Interval, Text
-from titan_hydra.core.job.ranks import rotation
+from titan_hydra.core.job.config.registry import CP_ROTATIONS
 
 # our keys that exist in a config.json too; a key that is set replaces the file's value
 SHARED = {
@@ -135,6 +135,12 @@ class TransformersConfig(Model):
         """The model's type in its config.json."""
         return str(json.loads(self.content or "{}").get("model_type"))
 
+    @property
+    def expert_count(self) -> int:
+        """The number of routed experts of a block, as config.json says; 0 without experts."""
+        content = json.loads(self.content or "{}")
+        return next((content[name] for name in COUNTS if isinstance(content.get(name), int)), 0)
+
     def faults(self) -> Iterator[Fault]:
         """Nothing in a forward may be random, and transformers chooses the kernels of its models."""
         if self.attention != "auto":
@@ -154,6 +160,12 @@ PROVEN = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3"),
     *("glm4", "olmo2"),
 )
+WITH_EXPERTS = (
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+)  # those whose experts were compared with one process when they are split
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of the number of experts in a config.json
 REDUCED = {  # keys of a config.json that proofs reduce, and their largest values there
     "sliding_window": 8,
     "num_experts": 8,
@@ -222,8 +234,8 @@ def faults(job: Any) -> Iterator[Fault]:
     except ConfigError as error:
         reason = str(error).removeprefix(f"model.path={job.model.path}: ")
         yield Fault("model.path", job.model.path, reason)
-    only = "a model of transformers trains by data, tensor, pipeline and context parallelism alone"
-    if job.parallelism.cp > 1 and not rotation(job).splits_heads:
+    only = "a model of transformers is sharded by FSDP2"
+    if job.parallelism.cp > 1 and not CP_ROTATIONS[job.parallelism.cp_rotate].splits_heads:
         reason = "attention of a model of transformers is its own, which gets whole sequences"
         yield fault_at(job, "parallelism.cp_rotate", reason, "ulysses")
     if job.parallelism.backend != "fsdp2":
@@ -233,6 +245,15 @@ def faults(job: Any) -> Iterator[Fault]:
     for degree, name in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context")):
         if getattr(job.parallelism, degree) > 1 and kind not in PROVEN:
             yield fault_at(job, f"parallelism.{degree}", f"{said} {name} parallelism is proven for {proven}", 1)
+    if job.parallelism.ep > 1 and kind not in WITH_EXPERTS:
+        reason = f"{said} expert parallelism is proven for {', '.join(WITH_EXPERTS)}"
+        yield fault_at(job, "parallelism.ep", reason, 1)
+    if job.parallelism.ep > 1 and job.parallelism.tp > 1:
+        yield fault_at(job, "parallelism.ep", "with tp, every rank holds all experts of a model of transformers", 1)
+    if job.parallelism.ep > 1 and job.compile.name != "off":
+        yield fault_at(
+            job, "compile.name", "experts of a model of transformers send their tokens between kernels", "off"
+        )
     if job.data.document_mask and kind not in PROVEN:
         yield fault_at(job, "data.document_mask", f"{said} documents of {proven} are proven to be apart", False)
     if job.precision.converter not in (None, "float8", "mxfp8"):

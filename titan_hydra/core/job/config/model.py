@@ -43,8 +43,13 @@ class Model:
 
     @property
     def sparse(self) -> bool:
-        """Whether blocks have experts."""
+        """Whether blocks have this package's experts."""
         return False
+
+    @property
+    def expert_count(self) -> int:
+        """The number of routed experts of a block, over which parallelism.ep may split them; 0 without experts."""
+        return 0
 
     @property
     def causal(self) -> bool:

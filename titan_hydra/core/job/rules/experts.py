@@ -12,16 +12,18 @@ from titan_hydra.core.job.ranks import expert_degrees, sparse
 
 def dense_models_have_no_expert_ranks(job: Job) -> Iterator[Fault]:
     """`ep` splits experts and `debug.balance_experts` balances them, but a dense model has no experts."""
+    none = f"{job.model.family} has no experts"
+    if not job.model.expert_count:
+        yield from required(job, ("parallelism.ep", 1, f"{none} to split"))
     if not job.model.sparse:
-        none = f"{job.model.family} has no experts"
-        yield from required(job, ("parallelism.ep", 1, f"{none} to split"), ("debug.balance_experts", False, none))
+        yield from required(job, ("debug.balance_experts", False, f"{none} of this package"))
 
 
 def experts_divide_over_their_ranks(job: Job) -> Iterator[Fault]:
     """Each ep rank holds the same number of whole experts. The ep ranks are the ranks of dp_shard x cp x tp."""
-    if not job.model.sparse:
+    experts, degrees, ep = job.model.expert_count, job.parallelism, job.parallelism.ep
+    if not experts:
         return
-    model, degrees, ep = sparse(job), job.parallelism, job.parallelism.ep
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
     if ranks % ep:
         yield Fault(
@@ -30,9 +32,9 @@ def experts_divide_over_their_ranks(job: Job) -> Iterator[Fault]:
             f"dp_shard x cp x tp = {ranks} cannot be divided by it",
             legal=expert_degrees(job, ranks),
         )
-    elif model.n_experts % ep:
+    elif experts % ep:
         yield Fault(
-            "parallelism.ep", ep, f"{model.n_experts} experts cannot be split over it", legal=expert_degrees(job, ranks)
+            "parallelism.ep", ep, f"{experts} experts cannot be split over it", legal=expert_degrees(job, ranks)
         )
 
 
