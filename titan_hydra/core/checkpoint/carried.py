@@ -20,7 +20,7 @@ from titan_hydra.core.job.config.fault import Fault
 from titan_hydra.core.job.config.files import read_json
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.config.registry import DATA_SOURCES, resolve
-from titan_hydra.core.job.inputs import data_sources
+from titan_hydra.core.job.config.source import data_sources
 from titan_hydra.core.job.run import layout
 from titan_hydra.core.job.run.checkpoints import as_started, config_files, find_section, find_weights, is_hf
 from titan_hydra.core.job.run.inputs import initial_weights

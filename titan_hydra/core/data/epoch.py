@@ -13,7 +13,8 @@ from titan_hydra.core.job.config.fault import Fault, divisors, fault_at
 from titan_hydra.core.job.config.load import to_dict
 from titan_hydra.core.job.config.registry import DATA_SOURCES, OBJECTIVES, resolve
 from titan_hydra.core.job.config.schema import EPOCH, UNCOUNTED, Job
-from titan_hydra.core.job.inputs import data_sources, inputs_of, look_at
+from titan_hydra.core.job.config.source import data_sources
+from titan_hydra.core.job.inputs import inputs_of, look_at
 from titan_hydra.core.job.rules import checks
 
 from . import samples_of, wanted_by

@@ -10,7 +10,8 @@ from titan_hydra.core.job.config.source import DigestedSource
 from titan_hydra.core.job.config.user_code import digest
 
 from .batches import samples_at_once
-from .inputs import data_sources, digest_of_files
+from .config.source import data_sources
+from .inputs import digest_of_files
 from .ranks import DEGREES, data_parallel, devices_here, runs_here
 
 

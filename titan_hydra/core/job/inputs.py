@@ -20,7 +20,6 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config.files import data_files, expand, home
 from titan_hydra.core.job.config.registry import DATA_SOURCES
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.config.source import Data
 
 DATA_FILES = "data.files"  # key of the digest of the files of data, in the saved order of the data
 # number of samples after which a mixture's pattern repeats; weights are rounded to whole samples of the pattern
@@ -219,15 +218,6 @@ def digest_of_files(path: str, suffixes: tuple[str, ...]) -> str | None:
     """Return the digest of the files of data that a path names; None if there are none."""
     file_set = look_at(Input("data.path", "data", path, suffixes))
     return file_set.digest if file_set else None
-
-
-def data_sources(data: Data) -> dict[str, Any]:
-    """Return the sources of a job by the key that holds each: the parts of a mixture, or `data` itself."""
-    return (
-        {f"data.mixture.{name}": data.mixture[name] for name in sorted(data.mixture)}
-        if data.name == "mixture"
-        else {"data": data}
-    )
 
 
 def shares(weights: list[float]) -> list[int]:

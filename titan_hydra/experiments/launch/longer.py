@@ -6,7 +6,7 @@ from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.fault import as_value, bad_value
 from titan_hydra.core.job.config.registry import DATA_SOURCES
-from titan_hydra.core.job.inputs import data_sources
+from titan_hydra.core.job.config.source import data_sources
 from titan_hydra.core.job.run import checkpoints, layout
 
 

@@ -18,9 +18,9 @@ from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.load import picked_anew
 from titan_hydra.core.job.config.registry import DATA_SOURCES, EXECUTORS
 from titan_hydra.core.job.config.schema import ActivationCheckpoint, Job
+from titan_hydra.core.job.config.source import data_sources
 from titan_hydra.core.job.dtypes import GIB, converts
 from titan_hydra.core.job.freeze import freeze
-from titan_hydra.core.job.inputs import data_sources
 from titan_hydra.core.job.ranks import all_ranks, runs_here
 from titan_hydra.core.job.recomputation import mode_of, modes_that_keep_less
 from titan_hydra.core.job.rules.checks import check

@@ -15,8 +15,8 @@ from titan_hydra.core.data.unknown import share_of_unknown
 from titan_hydra.core.job.config import Job
 from titan_hydra.core.job.config.fault import bad_value, fault_at
 from titan_hydra.core.job.config.registry import DATA_SOURCES, resolve
+from titan_hydra.core.job.config.source import data_sources
 from titan_hydra.core.job.freeze import freeze
-from titan_hydra.core.job.inputs import data_sources
 from titan_hydra.core.job.rules.checks import check
 from titan_hydra.core.job.rules.data import sources_find_little_wrong
 from titan_hydra.experiments.compose.compose import compose_unchecked

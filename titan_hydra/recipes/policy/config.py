@@ -9,8 +9,7 @@ from titan_hydra.core.job.config.field import key
 from titan_hydra.core.job.config.ranges import NOT_NEGATIVE, POSITIVE
 from titan_hydra.core.job.config.registry import DATA_SOURCES
 from titan_hydra.core.job.config.schema import Job, Objective
-from titan_hydra.core.job.config.source import DigestedSource
-from titan_hydra.core.job.inputs import data_sources
+from titan_hydra.core.job.config.source import DigestedSource, data_sources
 from titan_hydra.recipes.chat.sources import RowSource, TemplateSource
 
 

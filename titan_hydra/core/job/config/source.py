@@ -89,3 +89,12 @@ class Data(Source):
         NATURAL,
         identity=False,
     )
+
+
+def data_sources(data: Data) -> dict[str, Any]:
+    """Return the sources of a job by the key that holds each: the parts of a mixture, or `data` itself."""
+    return (
+        {f"data.mixture.{name}": data.mixture[name] for name in sorted(data.mixture)}
+        if data.name == "mixture"
+        else {"data": data}
+    )

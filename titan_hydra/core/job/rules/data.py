@@ -18,7 +18,8 @@ from titan_hydra.core.job.config.files import (
 )
 from titan_hydra.core.job.config.registry import DATA_SOURCES, resolve
 from titan_hydra.core.job.config.schema import UNCOUNTED, Job
-from titan_hydra.core.job.inputs import PERIOD, data_sources, shares
+from titan_hydra.core.job.config.source import data_sources
+from titan_hydra.core.job.inputs import PERIOD, shares
 
 
 def mixture_has_weighted_sources(job: Job) -> Iterator[Fault]:

@@ -6,7 +6,7 @@ from titan_hydra.core.job.config.family import FAMILIES, family_of
 from titan_hydra.core.job.config.fault import Fault, fault_at
 from titan_hydra.core.job.config.registry import DATA_SOURCES, OBJECTIVES, resolve
 from titan_hydra.core.job.config.schema import Job
-from titan_hydra.core.job.inputs import data_sources
+from titan_hydra.core.job.config.source import data_sources
 
 
 def sources_give_what_the_objective_needs(job: Job) -> Iterator[Fault]:
