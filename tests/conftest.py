@@ -64,6 +64,7 @@ LONG = (
     "recipes/transformers/test_transformers.py::test_the_table_is_what_was_proven",
     "recipes/transformers/test_transformers.py::test_ten_steps_are_those_of_transformers_in_float64",
     "recipes/transformers/test_transformers.py::test_techniques_go_together",
+    "recipes/transformers/test_transformers.py::test_number_formats_go_with_other_layouts",
     "recipes/transformers/test_recipes.py::test_every_recipe",
     "recipes/transformers/test_transformers.py::test_titan_verify_proves_it",
     "recipes/transformers/test_transformers.py::test_a_folder_is_read_and_written_in_its_own_format[qwen3]",

@@ -76,10 +76,12 @@ def test_draws_shuffle_whole_samples():
     batch = Batch(
         {"tokens": torch.arange(12).view(4, 3), "noise": torch.arange(4)}, {"tokens": Dims(), "noise": Dims()}
     )
-    one, other = shuffled(batch, 1), shuffled(batch, 2)
+    one, other = shuffled(batch, 1, 4), shuffled(batch, 2, 4)
     assert not torch.equal(one["noise"], other["noise"])
     for some in (one, other):
         assert torch.equal(some["tokens"][:, 0], 3 * some["noise"]) and set(some["noise"].tolist()) == {0, 1, 2, 3}
+    kept = [shuffled(batch, seed, 2)["noise"].tolist() for seed in range(8)]
+    assert all({*order[:2]} == {0, 1} for order in kept) and len({*map(tuple, kept)}) > 1
 
 
 @pytest.mark.parametrize(

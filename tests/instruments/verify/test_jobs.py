@@ -63,6 +63,22 @@ def test_every_cell_of_the_papers_tables_has_a_reduced_form():
         assert len(small) == (4 if len(degrees(job)) == 4 else 1), name
 
 
+@pytest.mark.parametrize(
+    ("layout", "samples"),
+    [(("parallelism=fsdp",), 2), (("parallelism=pp", "pp_schedule.microbatches=2"), 1), (("parallelism=cp",), None)],
+)
+def test_a_format_is_compared_with_one_process_that_has_the_same_microbatches(layout, samples):
+    """A scale of a whole tensor follows from a microbatch's tokens. Under cp no process alone has a rank's tokens."""
+    job = compose_job(
+        "debug=tiny", "gpus=2", "data=synthetic", "data.local_batch=2", "precision=float8_tensorwise", *layout
+    )
+    small = reduced(job, 4)[0]
+    pairs = {pair.case.name.rpartition(", ")[2]: pair for pair in job_pairs(job, small, "")}
+    alone = pairs["float8"].alone.data
+    assert alone.local_batch == pairs["float8"].case.microbatch == (samples or alone.global_batch)
+    assert pairs["bfloat16"].case.microbatch is None
+
+
 def test_what_has_no_reduced_form_is_refused_in_a_line():
     with pytest.raises(ConfigError, match=r"^fault_tolerance=diloco: .*nearest legal: off"):
         reduced(

@@ -11,6 +11,7 @@ BOXES = f"{FOLDERS}::test_every_part_of_a_tensor_is_found"
 OF_THE_HUB = f"{FOLDERS}::test_random_weights_are_exported_in_the_names_of_the_hub"
 STAGES = "tests/recipes/transformers/test_pipeline.py::test_two_masks_and_two_rotary_tables_reach_every_stage"
 FORMAT = f"{TESTS}::test_a_folder_is_read_and_written_in_its_own_format"
+FLOAT8 = f"{TESTS}::test_float8_learns_what_one_process_learns"
 KEYS = f"{TESTS}::test_keys_replace_what_config_json_says"
 PLANNED, REDUCED = (
     f"{TESTS}::test_plan_counts_what_blocks_keep",
@@ -25,6 +26,9 @@ OF_TRANSFORMERS = [
            "[buffer.fill_(0) for buffer in buffers.values()]", "Rotary frequencies are 0.", (), (GRADIENTS,)),
     Mutant("gradients of heads' norms stay partial", "transformers", "recipes/transformers/sharding.py",
            "Partial() if of_heads else Replicate()", "Replicate()", "Each rank has the gradient of its own heads.", (), (GRADIENTS,)),
+    Mutant("a converted linear is held whole", "transformers", "recipes/transformers/sharding.py",
+           "if theirs.get(name) in LINEARS:", "if theirs.get(name) in LINEARS and type(part) is nn.Linear:",
+           "Each rank computes all heads, and sums their norms' gradients.", (), (FLOAT8,)),
     Mutant("sinks have another rank's heads", "transformers", "recipes/transformers/sharding.py", "name: weight.to_local()",
            "name: weight.to_local().flip(0)", "A head has another head's sink.", (), (GRADIENTS,)),
     Mutant("sinks of the first rank's heads", "transformers", "recipes/transformers/attention.py", "[call.group.rank()]", "[0]",

@@ -125,6 +125,18 @@ def test_techniques_go_together():
     assert {word for word, _ in found.values()} == {"yes"}, found
 
 
+def test_number_formats_go_with_other_layouts():
+    found = table.results(("llama", "qwen3", "gemma3_text", "gpt_oss"), table.FORMATS)
+    assert {word for word, _ in found.values()} == {"yes"}, found
+
+
+def test_float8_learns_what_one_process_learns():
+    """With a scale for each row, and with one for a tensor, which FSDP gathers as Float8; norms of heads, biases, sinks."""
+    quick = {name: table.LAYOUTS[name] for name in ("float8+tp", "tensorwise")}
+    found = table.results(("qwen3", "gpt_oss"), quick)
+    assert {word for word, _ in found.values()} == {"yes"}, found
+
+
 def test_the_page_shows_the_table():
     page = (Path(__file__).parents[3] / "docs/transformers.md").read_text()
     titles, _, *expected = table.lines(table.expected_words())
@@ -261,13 +273,10 @@ def test_keys_replace_what_config_json_says(tmp_path):
         ("llama", {}, ("parallelism=tp", "parallelism.tp=4", "gpus=4", TP), "parallelism.tp", "nearest legal: 2"),
         ("granite", {}, ("parallelism=tp", "gpus=2", TP), "parallelism.tp", "proven for llama, qwen2"),
         ("granite", {}, ("data.document_mask=true",), "data.document_mask", "nearest legal: false"),
-        (
-            "llama",
-            {},
-            ("parallelism=tp", "gpus=2", TP, "precision=float8_emulate"),
-            "parallelism.tp",
-            "nearest legal: 1",
-        ),
+        ("llama", {}, ("parallelism=tp", "gpus=2", TP, *table.MXFP8), "parallelism.tp", "nearest legal: 1"),
+        ("llama", {}, ("parallelism=tp", "gpus=2", TP, *table.FUSED), "precision.kernels", "nearest legal: torchao"),
+        ("llama", {}, ("adapter=lora", *table.FLOAT8), "precision.converter", "nearest legal: null"),
+        ("llama", {}, ("adapter=lora", *table.MXFP8), "precision.converter", "nearest legal: null"),
         (
             "llama",
             {},

@@ -32,11 +32,12 @@ def disturb(trainer: Trainer, seed: int) -> None:
             parameter.data.copy_(value)
 
 
-def shuffled(batch: Batch, seed: int) -> Batch:
+def shuffled(batch: Batch, seed: int, together: int) -> Batch:
     """Return a batch with its samples in an order that is chosen by `seed`, so that sums over samples have another order.
-    In bfloat16 this is what makes draws differ, as `disturb` changes bits that bfloat16 lacks.
+    Each `together` samples stay together. In bfloat16 this is what makes draws differ, as `disturb` changes bits that bfloat16 lacks.
     """
-    order = torch.randperm(batch.samples, generator=torch.Generator().manual_seed(seed))
+    dice = torch.Generator().manual_seed(seed)
+    order = torch.cat([start + torch.randperm(together, generator=dice) for start in range(0, batch.samples, together)])
     return batch.each(lambda tensor, dims: tensor.index_select(dims.samples, order))
 
 

@@ -9,6 +9,7 @@ from .case import (
     COMPILED,
     DEEP,
     DEEP_ODD,
+    EIGHT_BITS,
     EVEN,
     EXACT,
     FUSED,
@@ -21,6 +22,7 @@ from .case import (
     MUON,
     MXFP8,
     MXFP8_EXPERTS,
+    NOISY,
     NOT_ON_OLD_TORCH,
     NVFP4,
     ODD,
@@ -176,8 +178,9 @@ MATRIX = [
 
     # Number formats; the reference has the same format. Rowwise and MXFP8 scales are powers of two, so a split changes
     # no value. The exception is a row that tensor parallelism splits (wo, w2): each part has its own scale. A
-    # tensorwise scale is computed from the tokens of one rank or microbatch, so values are rounded differently (by up
-    # to 12 % in e5m2). Adam's division by the moments carries these differences to the weights.
+    # tensorwise scale is computed from the tokens of one rank or microbatch, so the reference has the same microbatches.
+    # Under cp a rank has its part of each sequence, as no process alone has, and values are rounded differently (by up to
+    # 12 % in e5m2). Adam's division by the moments carries these differences to the weights.
     *(case(f"float8 rowwise, {layout} {ranks}", ranks, f"parallelism={layout}", f"data.local_batch={16 // ranks}", slow=ranks > 2,
            **ROWWISE)
       for layout, ranks in (("fsdp", 2), ("hsdp", 4))),
@@ -202,14 +205,16 @@ MATRIX = [
          **ROWWISE | {"gradients": 2e-2}),
     case("float8 rowwise, fsdp 4, tp 2", 4, "parallelism=fsdp_tp", "data.local_batch=8", slow=True,
          **ROWWISE | {"gradients": 2e-2}),
-    case("float8 tensorwise, tp 2", 2, "parallelism=tp", "parallelism.tp=2", "data.local_batch=16", norm=5e-5, gradients=1e-3,
-         weights=0.1, **TENSORWISE),
+    case("float8 tensorwise, tp 2", 2, "parallelism=tp", "parallelism.tp=2", "data.local_batch=16", microbatch=16, norm=5e-5,
+         gradients=1e-3, weights=0.1, **TENSORWISE),
+    case("float8 tensorwise, cp 2", 2, "parallelism=cp", "parallelism.cp=2", "data.local_batch=16", loss=1e-4, norm=5e-4, gradients=0.25,
+         weights=0.5, **TENSORWISE),
     *(case(f"float8 tensorwise, fsdp 2, gathered as {format}", 2, "parallelism=fsdp", "data.local_batch=8",
-           f"precision.float8_all_gather={format == 'float8'}", loss=1e-4, norm=5e-4, gradients=0.25, weights=0.5, **TENSORWISE)
+           f"precision.float8_all_gather={format == 'float8'}", microbatch=8, **EIGHT_BITS, **TENSORWISE)
       for format in ("float8", "float32")),
     *(case(f"float8 tensorwise, {layout} 4, {other} 2", 4, f"parallelism={layout}", f"parallelism.{other}=2", "data.local_batch=8",
-           loss=1e-4, norm=5e-4, gradients=0.25, weights=0.5, slow=True, **TENSORWISE)
-      for layout, other in (("fsdp", "tp"), ("hsdp", "tp"), ("fsdp", "pp"))),
+           microbatch=microbatch, **EIGHT_BITS | {"gradients": 1e-2}, slow=True, **TENSORWISE)
+      for layout, other, microbatch in (("fsdp", "tp", 8), ("hsdp", "tp", 8), ("fsdp", "pp", 2))),
 
     # Number formats against float32: each product is rounded to 8 bits (bf16) or 4 bits (e4m3), which must not bias the
     # loss.
@@ -306,17 +311,16 @@ MATRIX = [
     case("qwen3, float8 rowwise, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **ROWWISE | {"base": (*QWEN, *ROWWISE["base"])}),
     case("qwen3, float8 fused, fsdp 2", 2, "parallelism=fsdp", "data.local_batch=8", **FUSED | {"base": (*QWEN, *FUSED["base"])}),
 
-    # NVFP4 has a scale of the whole tensor, as tensorwise Float8 has, and one in sixteen values, so a layout, whose ranks have
-    # parts of the tokens, rounds other values. Gradients are rounded with noise.
-    *(case(f"nvfp4, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batch}", *more, slow=ranks > 2, loss=1e-2, norm=5e-2,
+    # NVFP4 has a scale of the whole tensor, as tensorwise Float8 has, and one in sixteen values. With the reference's
+    # microbatches a layout rounds the same values, but for cp. Gradients are rounded with noise, which follows from the values.
+    *(case(f"nvfp4, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batch}", slow=ranks > 2, microbatch=microbatch,
+           **EIGHT_BITS | NOISY, base=("precision=fp32", *NVFP4))
+      for name, ranks, layout, batch, microbatch in (("fsdp 2", 2, "fsdp", 8, 8), ("pp 2", 2, "pp", 8, 2), ("hsdp 4", 4, "hsdp", 4, 4))),
+    *(case(f"nvfp4, {name}", ranks, f"parallelism={layout}", f"data.local_batch={batch}", loss=1e-2, norm=5e-2,
            gradients=0.35, weights=0.6, base=("precision=fp32", *NVFP4))
-      for name, ranks, layout, batch, *more in (
-          ("fsdp 2", 2, "fsdp", 8), ("single, accumulation 4", 1, "single", 4), ("pp 2", 2, "pp", 8), ("cp 2", 2, "cp", 16),
-          ("hsdp 4", 4, "hsdp", 4))),
-    case("nvfp4, pp 2, one microbatch", 2, "parallelism=pp", "pp_schedule=gpipe", "pp_schedule.microbatches=1", "data.local_batch=16",
-         base=("precision=fp32", *NVFP4)),  # the reference's microbatch, and so its values
-    case("nvfp4, bf16, fsdp 2, ac op", 2, "parallelism=fsdp", "data.local_batch=8", "ac=op", loss=1e-2, norm=5e-2, gradients=0.35,
-         weights=0.6, base=("precision=bf16", *NVFP4)),
+      for name, ranks, layout, batch in (("single, accumulation 4", 1, "single", 4), ("cp 2", 2, "cp", 16))),
+    case("nvfp4, bf16, fsdp 2, ac op", 2, "parallelism=fsdp", "data.local_batch=8", "ac=op", microbatch=8,
+         **EIGHT_BITS | NOISY | {"gradients": 1e-2}, base=("precision=bf16", *NVFP4)),
     case("nvfp4 against fp32", 2, "parallelism=fsdp", "data.local_batch=8", *NVFP4, base=("precision=fp32", *NVFP4[2:]), loss=2e-2,
          norm=5e-2, gradients=0.5, weights=0.8),
     # Experts in MXFP8. Elements that share a scale are part of one row, or of one row or column of a weight, which no layout

@@ -72,10 +72,12 @@ def job_of(case: Case, steps: int = STEPS) -> Job:
 
 
 def reference_of(case: Case, steps: int = STEPS) -> Job:
-    """Return the job of a case's reference: in one process, with the global batch as one local batch."""
+    """Return the job of a case's reference: in one process, with the global batch as one local batch, or in local batches
+    of `case.microbatch`.
+    """
     alone = later_wins(*BASE, f"steps={steps}", *case.base, "parallelism=single", "data.local_batch=1")
     job = compose_job(*alone, config_dir=case.config_dir)
-    job.data.local_batch = job.data.global_batch
+    job.data.local_batch = case.microbatch or job.data.global_batch
     return job
 
 
@@ -89,9 +91,9 @@ def trace(
 ) -> Trace:
     """Train a job as `train` does, and return the values to compare, as whole tensors, on every rank. A collective.
 
-    A `seed` changes the last bits of the initial weights (`disturb`) and the order of samples. `mesh` is reused from an
-    earlier job with the same degrees. With `then`, the second half of the steps is made by a new trainer of the job
-    `then`, which has loaded a checkpoint.
+    A `seed` changes the last bits of the initial weights (`disturb`) and the order of samples, but not the samples of each
+    of the case's microbatches. `mesh` is reused from an earlier job with the same degrees. With `then`, the second half of
+    the steps is made by a new trainer of the job `then`, which has loaded a checkpoint.
     """
     trainer = build(job, device, mesh)
     if seed is not None:
@@ -106,7 +108,7 @@ def trace(
         if case is not None:
             batch = vary(batch, case, step, job.data.global_batch, first=trainer.mesh.data_rank * batch.samples)
         if seed is not None:
-            batch = shuffled(batch, seed * 1000 + step)
+            batch = shuffled(batch, seed * 1000 + step, (case and case.microbatch) or batch.samples)
         set_lr(trainer.optimizers, lr_factor(step, job.steps, trainer.job.lr_scheduler))
         with reductions(trainer) as dtypes:
             share = trainer.forward_backward(batch)
@@ -406,7 +408,8 @@ def _run_draws(device: torch.device, folder: str, jobs: list[tuple[list[int], in
         once = flips(reference, config["optimizer"]["name"])
         for seed, parts in (*DRAWS, *MORE_DRAWS):
             job = from_dict(Job, config)
-            job.data.local_batch = job.data.global_batch // whole_parts(job.data.global_batch, parts)
+            if case.microbatch is None:
+                job.data.local_batch = job.data.global_batch // whole_parts(job.data.global_batch, parts)
             with CutLinears(cut, seed or 0) if cut > 1 else contextlib.nullcontext():
                 spread = widen(spread, differ(trace(job, device, case, seed), reference, draw=True))
             outcomes = [_read(folder, number, case) for number in numbers]
@@ -437,6 +440,7 @@ def reference_key(case: Case) -> str:
                 case.empty_step,
                 case.validated,
                 case.reference,
+                case.microbatch,
                 case.then if case.reference == "float64" else (),
             )
         ).encode()

@@ -259,9 +259,6 @@ def faults(job: Any) -> Iterator[Fault]:
     if job.precision.converter not in (None, "float8", "mxfp8"):
         reason = "linears of a model of transformers were not compared in this format"
         yield fault_at(job, "precision.converter", reason, "float8", "mxfp8", None)
-    if job.parallelism.tp > 1 and job.precision.converter:
-        reason = f"linears of a model of transformers are not split in a number format ({job.precision.converter})"
-        yield fault_at(job, "parallelism.tp", reason, 1)
     if job.parallelism.tp > 1 and job.parallelism.sequence_parallel:
         reason = "norms of a model of transformers get whole sequences"
         yield fault_at(job, "parallelism.sequence_parallel", reason, False)

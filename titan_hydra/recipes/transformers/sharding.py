@@ -33,6 +33,9 @@ NORMS_OF_HEADS = ("q_norm", "k_norm")
 def plan(config: Parallelism, norm: Norm, linears: Linears) -> Plan:
     """Return a plan in which every rank has the whole residual stream. Heads and the feed-forward are split as the model
     allows; whatever is no linear of transformers' plan, such as experts, is held whole by every rank.
+
+    A number format's own styles (`linears`) gather inputs in the format. Here no linear's input is gathered, and torch's
+    styles split converted linears too: the format casts the distributed tensors.
     """
     logits = Shard(-1) if config.loss_parallel else Replicate()
     return LibraryPlan(
@@ -61,8 +64,8 @@ class LibraryPlan(Plan):
             parameters = dict(part.named_parameters(recurse=False))
             if not parameters:
                 continue
-            if theirs.get(name) in LINEARS and isinstance(part, nn.Linear):
-                if type(part) is not nn.Linear:  # one that is held whole would compute all heads on every rank
+            if theirs.get(name) in LINEARS:
+                if not isinstance(part, nn.Linear):  # a module that is held whole would compute all heads on every rank
                     reason = f"{name} of a {type(block).__name__} is a {type(part).__name__}, which is not split"
                     raise ConfigError(f"parallelism.tp: {reason}; nearest legal: 1")
                 styles[name] = LINEARS[theirs[name]]
