@@ -265,28 +265,29 @@ def job_pairs(job: Job, small: Job, name: str) -> Iterator[JobPair]:
         format.precision, format.compile = copy.deepcopy(job.precision), Compile()
         format.precision.emulate, format.precision.compute_dtype = True, "float32"
         format.optimizer.masters = "whole"
-        # Under tp, last bits move a scale; under cp, scales follow from a rank's part of a sequence, which no process has.
-        split = job.parallelism.tp * job.parallelism.cp > 1
-        bounds = ONE_SCALE if has_one_scale(job) and split else EIGHT_BITS
-        if foreign and split:  # gemma3 on tp 2, a third of the measured band: 5.6e-4 of the loss, 1.2e-2 of the norm
-            bounds = bounds | {"loss": 2e-3, "norm": 5e-2}
-        variants.append((job.precision.converter, format, bounds | {"routing": not sparse}))
+        variants.append((job.precision.converter, format, _bounds_of_format(job, foreign) | {"routing": not sparse}))
     for kind, variant, bounds in variants:
-        reference = alone(variant)
-        if variant.precision.converter and variant.parallelism.cp == 1:
-            reference.data.local_batch = microbatch_size(variant)
+        reference, microbatch = alone(variant), None
+        if variant.precision.converter:
+            microbatch = variant.data.global_batch if variant.parallelism.cp > 1 else microbatch_size(variant)
+            reference.data.local_batch = microbatch
         if kind == "bfloat16":
             reference.loss = variant.loss  # one process uses the same loss: a loss in chunks rounds in other places
-        options: dict[str, Any] = {
-            **bounds,
-            "base": (identity(reference),),
-            "uneven_mask": True,
-            "documents": job.data.document_mask,
-            "microbatch": reference.data.local_batch if variant.precision.converter else None,
-        }
-        yield JobPair(Case(f"{name}, {kind}", world_size(variant), (), **options), variant, reference)
+        options: dict[str, Any] = bounds | {"base": (identity(reference),), "documents": job.data.document_mask}
+        case = Case(f"{name}, {kind}", world_size(variant), (), uneven_mask=True, microbatch=microbatch, **options)
+        yield JobPair(case, variant, reference)
     if foreign:
         yield _against_float64(alone(plain), job.data.document_mask, loose)
+
+
+def _bounds_of_format(job: Job, foreign: bool) -> dict[str, Any]:
+    """Return the bounds of a job in its number format. With one scale for a tensor, last bits move a scale under tp; under
+    cp, it follows from a rank's part of a sequence, which no process alone has.
+    """
+    if not has_one_scale(job) or job.parallelism.tp * job.parallelism.cp == 1:
+        return EIGHT_BITS
+    # gemma3 on tp 2, a third of the measured band: 5.6e-4 of the loss, 1.2e-2 of the norm
+    return ONE_SCALE | ({"loss": 2e-3, "norm": 5e-2} if foreign else {})
 
 
 def _against_float64(one_process: Job, documents: bool, loose: dict[str, Any]) -> JobPair:
