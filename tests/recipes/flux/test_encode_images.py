@@ -100,7 +100,8 @@ def test_a_run_on_them_draws_with_the_same_encoders(folder, run_job, tmp_path, c
     assert cli.main(words) == 2
     assert "name the folder with --encoders" in capsys.readouterr().err
     assert cli.main([*words, "--encoders", str(folder / "encoders")]) == 0
-    assert Image.open(tmp_path / "01-a-red-circle.png").size == (16, 16)
+    with Image.open(tmp_path / "01-a-red-circle.png") as image:
+        assert image.size == (16, 16)
 
 
 def test_what_does_not_fit_is_one_line(folder, tmp_path, capsys):

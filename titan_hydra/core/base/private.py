@@ -365,8 +365,12 @@ def initialize_part(model: Any, part: Any, buffers_alone: bool = False) -> None:
     model._init_weights(part)
 
 
-def rename_attention(model: Any, rename: Callable[[str], str]) -> None:
-    """Give the attention function that a model of Hugging Face's library uses another name. `rename` gets the present
-    name.
-    """
-    model.config._attn_implementation = rename(model.config._attn_implementation)
+def attention_of(model: Any) -> str:
+    """Return the name of the attention function that a model of Hugging Face's library uses."""
+    name: str = model.config._attn_implementation
+    return name
+
+
+def choose_attention(model: Any, name: str) -> None:
+    """Let a model of Hugging Face's library use the attention function of this name."""
+    model.config._attn_implementation = name

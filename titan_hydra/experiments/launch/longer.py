@@ -56,7 +56,7 @@ def origin(directory: Path, old: Job, new: Job, wanted: int | None) -> tuple[Pat
     if not (fits := [step for step in early if step <= same]):
         raise ConfigError(
             f"{directory.name}: {part}, and its first checkpoint is that of step {min(steps)}; "
-            f"--step {max(early)} continues from there nevertheless. checkpoint.keep_every=N keeps earlier ones"
+            f"--step {max(early)} continues from that step with the new rates. checkpoint.keep_every=N keeps earlier ones"
         )
     return steps[max(fits)], ""
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from titan_hydra.core.base.private import rename_attention
+from titan_hydra.core.base.private import attention_of, choose_attention
 
 SINKS = "sinks"  # transformers' name of a parameter of attention with one number for each head
 
@@ -50,17 +50,15 @@ def route_attention(library: Any, blocks: nn.ModuleList) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def rename(function: str) -> str:
-        for block in blocks:
-            if (attention := getattr(block, "self_attn", None)) is not None:
-                plain = getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
-                attention.sdpa = LibraryAttention(ALL_ATTENTION_FUNCTIONS.get_interface(function, plain))
-        name = f"titan_hydra_{function}"
-        ALL_ATTENTION_FUNCTIONS.register(name, call_sdpa)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[function])
-        return name
-
-    rename_attention(library, rename)
+    function = attention_of(library)
+    for block in blocks:
+        if (attention := getattr(block, "self_attn", None)) is not None:
+            plain = getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
+            attention.sdpa = LibraryAttention(ALL_ATTENTION_FUNCTIONS.get_interface(function, plain))
+    name = f"titan_hydra_{function}"
+    ALL_ATTENTION_FUNCTIONS.register(name, call_sdpa)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[function])
+    choose_attention(library, name)
 
 
 def call_sdpa(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> tuple[Tensor, None]:

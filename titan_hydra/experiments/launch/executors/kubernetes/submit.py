@@ -248,7 +248,8 @@ def after_error(rest: list[tuple[Submission, Path]], error: KubectlError) -> int
             if submission.token in queue.jobs:
                 rundir.note(attempt, job_id=submission.name)
                 print(
-                    f"{submission.directory.name}: {errors[submission.name]}; the Job exists nevertheless",
+                    f"{submission.directory.name}: the Job exists, although kubectl reported an error: "
+                    f"{errors[submission.name]}",
                     file=sys.stderr,
                 )
         rest = [(submission, attempt) for submission, attempt in rest if submission.token not in queue.jobs]
@@ -257,7 +258,7 @@ def after_error(rest: list[tuple[Submission, Path]], error: KubectlError) -> int
     for submission, attempt in rest:
         reason = str(errors[submission.name])
         if errors[submission.name].uncertain and not queue.answers:
-            reason += "; the Job may exist nevertheless: this command asks again"
+            reason = f"it is not known whether the Job exists; the same command asks again. kubectl reported an error: {reason}"
         else:
             rundir.note(attempt, ended=time.time(), refused=reason)
             reason = f"refused: {reason}"

@@ -354,11 +354,12 @@ def after_refusal(attempts: list[Path], number: int, reason: str, refused: Count
         if all(jobs := [squeue.find_job(queue, owner) for owner in owners]):
             for attempt, job in zip(attempts, jobs, strict=True):
                 rundir.note(attempt, job_id=job.id)
-            print(f"{reason}; SLURM has accepted the {cells} nevertheless", file=sys.stderr)
+            print(f"SLURM has accepted the {cells}, although sbatch reported an error: {reason}", file=sys.stderr)
             return Exit.DONE
     if uncertain and not queue.answers:
         print(
-            f"{reason}; SLURM may have the {cells} nevertheless, but squeue does not answer: this command asks again",
+            f"It is not known whether SLURM has accepted the {cells}, as squeue does not answer; the same command asks "
+            f"again. sbatch reported an error: {reason}",
             file=sys.stderr,
         )
         return Exit.BUG
