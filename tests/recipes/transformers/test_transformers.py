@@ -289,7 +289,7 @@ def test_keys_replace_what_config_json_says(tmp_path):
         ("llama", {}, (*CP, "gpus=4", "parallelism.cp=4"), "parallelism.cp", "nearest legal: 2"),
         ("granite", {}, ("parallelism=pp", "gpus=2"), "parallelism.pp", "proven for llama, qwen2"),
         ("qwen3", {}, ("parallelism=pp", "gpus=2"), "model.tie_embeddings", "nearest legal: false"),
-        ("mixtral", {}, ("parallelism=fsdp_ep", "gpus=2", "parallelism.ep=2"), "parallelism.ep", "nearest legal: 1"),
+        ("llama", {}, ("parallelism=fsdp_ep", "gpus=2", "parallelism.ep=2"), "parallelism.ep", "nearest legal: 1"),
         ("llama", {}, ("adapter=lora", "adapter.linears=[q]"), "adapter.linears", "[q_proj,k_proj"),
         ("llama", {}, ("model.attention=math",), "model.attention", "nearest legal: auto"),
         ("llama", {}, ("model.rope_theta=1e4",), "model.rope_theta", "nearest legal: null"),
