@@ -148,21 +148,6 @@ def test_the_schema_stands_below_what_follows_from_a_job():
     assert not above & below
 
 
-def test_each_file_that_follows_from_a_job_can_be_imported_first():
-    """Importing core/job/config imports the recipes, so what their `__init__.py` imports must not import core/job/*.py."""
-    files = [file for file in sorted((PACKAGE / "core/job").glob("*.py")) if file.name != "__init__.py"]
-    script = """
-import importlib, os, sys
-for name in sys.argv[1:]:
-    if not os.fork():
-        importlib.import_module(name)
-        os._exit(0)
-    assert os.wait()[1] == 0, name
-"""
-    names = [f"titan_hydra.core.job.{file.stem}" for file in files]
-    subprocess.run([sys.executable, "-c", script, *names], check=True)
-
-
 def test_other_rooms_ask_the_rules_for_checks_alone():
     """Other rooms import only the checks from core/job/rules; facts that are derived from a job are in core/job."""
     asked = {

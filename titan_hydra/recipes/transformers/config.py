@@ -245,7 +245,7 @@ def faults(job: Any) -> Iterator[Fault]:
     for degree, name in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context")):
         if getattr(job.parallelism, degree) > 1 and kind not in PROVEN:
             yield fault_at(job, f"parallelism.{degree}", f"{said} {name} parallelism is proven for {proven}", 1)
-    if job.parallelism.ep > 1 and kind not in WITH_EXPERTS:
+    if job.parallelism.ep > 1 and job.model.expert_count and kind not in WITH_EXPERTS:
         reason = f"{said} expert parallelism is proven for {', '.join(WITH_EXPERTS)}"
         yield fault_at(job, "parallelism.ep", reason, 1)
     if job.parallelism.ep > 1 and job.parallelism.tp > 1:
