@@ -15,12 +15,15 @@ from titan_hydra.core.train.optimizer import set_lr
 from titan_hydra.core.train.trainer import build
 from titan_hydra.experiments.compose.compose import compose_job, later_wins
 
+SIMPLE = "parallelism.backend=simple_fsdp"
 EMA, MUON = "optimizer.ema_decay=0.5", "optimizer=muon"
 LAYOUTS = [
     (2, "parallelism=fsdp", EMA, "optimizer.decay_matrices_only=true"),
     (2, "parallelism=fsdp", MUON, "optimizer.qk_clip=0.01"),
     (2, "parallelism=fsdp", "optimizer=sgd", "optimizer.sgd_momentum=0.9"),
     (2, "parallelism=fsdp", "precision=bf16", "optimizer.masters=split", EMA),
+    (2, "parallelism=fsdp", SIMPLE, EMA),
+    (2, "parallelism=fsdp", SIMPLE, "precision=bf16", "compile=model", "compile.backend=aot_eager"),
     (2, "parallelism=tp", "precision=bf16", EMA),
     (2, "parallelism=pp", MUON, "pp_schedule.microbatches=2"),
     (2, "parallelism=fsdp_ep", "parallelism.ep=2", "model=qwen3_moe_debug", MUON),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .case import EXACT, HALVED, MIXTURE, MOE, MUON, PACKED, SPLIT, Case, case
+from .case import EXACT, HALVED, MIXTURE, MOE, MUON, PACKED, SIMPLE, SPLIT, Case, case
 from .scaled import MUP
 
 # A bfloat16 layout against float64. The keys in CHANGED_KEYS make a larger difference than its rounding.
@@ -31,6 +31,7 @@ CONTINUED: list[Case] = [
           ("states offloaded, fsdp 2, muon", ("optimizer.offload=true",), MUON),
           ("states offloaded, fsdp 2, then on the device, tp 2", ("optimizer.offload=true",),
            {"then": ("optimizer.offload=false", "parallelism=tp", "data.local_batch=8")}),
+          ("states offloaded, simple_fsdp 2", (SIMPLE, "optimizer.offload=true"), {}),
           ("states offloaded, qwen3_moe, fsdp 2, ep 2", ("parallelism.ep=2", "optimizer.offload=true"), {"base": MOE}),
           ("fsdp 2, documents", (), {"base": (*PACKED, "data.shuffle_buffer=3")}),
           ("fsdp 2, a mixture", (), {"base": MIXTURE}),
