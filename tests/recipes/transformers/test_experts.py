@@ -84,7 +84,7 @@ def test_experts_without_tokens_have_gradients_of_zero():
     experts = MixtralExperts(MixtralConfig(num_local_experts=2, hidden_size=8, intermediate_size=4))
     for weight in experts.parameters():
         torch.nn.init.normal_(weight)
-    route_experts(torch.nn.ModuleList([experts]))
+    route_experts(torch.nn.ModuleList([torch.nn.ModuleDict({"experts": experts})]))
     nowhere = torch.empty(0, dtype=torch.int32)
     experts.exchange = lambda rows, plan, compute: (
         rows.repeat(2, 1) + compute(rows[:0], nowhere, nowhere, torch.zeros(1, dtype=torch.int32)).sum()

@@ -15,12 +15,10 @@ from titan_hydra.core.models.moe import Moved, plain, sorted_by_expert
 
 def route_experts(blocks: nn.ModuleList) -> None:
     """Let the experts of every block send their tokens through `exchange`, if one is set, in place."""
-    for part in blocks.modules():
-        count, weights = getattr(part, "num_experts", None), dict(part.named_parameters(recurse=False))
-        if count and len(weights) > 1 and all(len(weight) == count and weight.dim() > 1 for weight in weights.values()):
-            routed: Any = part
-            routed.expert_count, routed.exchange, routed.read = count, None, plain
-            routed.__class__ = type(type(part).__name__, (RoutedExperts, type(part)), {})
+    modules: list[Any] = [part for path, part in blocks.named_modules() if path.endswith(".experts")]
+    for experts in modules:
+        experts.expert_count, experts.exchange, experts.read = experts.num_experts, None, plain
+        experts.__class__ = type(type(experts).__name__, (RoutedExperts, type(experts)), {})
 
 
 class RoutedExperts(nn.Module):

@@ -73,10 +73,13 @@ def build_library_model(config: TransformersConfig) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from titan_hydra.core.parallel.formats.select import quietly
+
     theirs = library_config(config)
     logging.set_verbosity_error()
     try:
-        return AutoModelForCausalLM.from_config(theirs, dtype=torch.float32)
+        with quietly():  # transformers imports torchao
+            return AutoModelForCausalLM.from_config(theirs, dtype=torch.float32)
     except (ValueError, ImportError, TypeError, AttributeError) as error:
         reason = f"transformers cannot build a {theirs.model_type}: {' '.join(str(error).split())}"
         raise ConfigError(f"model.path={config.path}: {reason}") from error

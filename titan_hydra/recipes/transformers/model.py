@@ -21,7 +21,7 @@ from titan_hydra.core.models.init import Normal
 from titan_hydra.core.models.layers import TiedOutput
 
 from .attention import positions_of_sequences, route_attention
-from .config import TransformersConfig
+from .config import WITH_EXPERTS, TransformersConfig
 from .experts import route_experts
 from .known import build_library_model
 
@@ -66,7 +66,8 @@ class Transformers(nn.Module):
             head.__class__ = type(f"HeadOf{type(library).__name__}", (Head, type(head)), {})
         self.tok_embeddings, self.output = embedding, head
         route_attention(library, blocks[0])
-        route_experts(blocks[0])
+        if config.model_type in WITH_EXPERTS:
+            route_experts(blocks[0])
         self.layers = nn.ModuleDict({str(number): block for number, block in enumerate(blocks[0])})
         for name, part in others:
             self.add_module("norm" if name in norms else name, part)
