@@ -12,6 +12,8 @@ OF_THE_HUB = f"{FOLDERS}::test_random_weights_are_exported_in_the_names_of_the_h
 STAGES = "tests/recipes/transformers/test_pipeline.py::test_two_masks_and_two_rotary_tables_reach_every_stage"
 FORMAT = f"{TESTS}::test_a_folder_is_read_and_written_in_its_own_format"
 FLOAT8 = f"{TESTS}::test_float8_learns_what_one_process_learns"
+SPLIT_EXPERTS = "tests/recipes/transformers/test_experts.py::test_experts_are_split_over_two_ranks"
+NOTHING = "tests/recipes/transformers/test_experts.py::test_experts_without_tokens_have_gradients_of_zero"
 KEYS = f"{TESTS}::test_keys_replace_what_config_json_says"
 PLANNED, REDUCED = (
     f"{TESTS}::test_plan_counts_what_blocks_keep",
@@ -48,6 +50,12 @@ OF_TRANSFORMERS = [
            "Each stage normalizes what it sends.", (), (STAGES,)),
     Mutant("a stage begins at the first block's place", "transformers", MODEL, "if str(number) not in self.layers:",
            "if str(number % len(self.layers)) not in self.layers:", "Blocks of other stages are computed.", (), (STAGES,)),
+    Mutant("rows of experts return in another order", "transformers", "recipes/transformers/experts.py", "Moved.apply(out, inverse, order)",
+           "Moved.apply(out, order, inverse)", "Tokens get outputs of other tokens.", (), (SPLIT_EXPERTS,)),
+    Mutant("split experts teach no router", "transformers", "recipes/transformers/experts.py", "weights.unsqueeze(-1)",
+           "weights.unsqueeze(-1).detach()", "The router has no gradient.", (), (SPLIT_EXPERTS,)),
+    Mutant("experts without tokens have no gradient", "transformers", "recipes/transformers/experts.py", "part.flatten()[:1].sum() * 0 for",
+           "0 for", "Ranks wait for a reduction in which one rank takes no part.", (), (NOTHING,)),
     Mutant("masks do not separate documents", "transformers", MODEL, 'getattr(PACKED, "positions", None)', "None",
            "Documents of gpt-oss see each other.", (), (GRADIENTS,)),
     Mutant("gradients of routers and norms are summed over tensor ranks", "transformers", "recipes/transformers/sharding.py",
