@@ -84,6 +84,9 @@ FORMATS = {  # number formats of linears on further layouts, for some families
     "mxfp8": (2, (*SPLIT, *MXFP8)),
     "mxfp8+pp": (2, (*LAYOUTS["pp"][1], *MXFP8)),
     "mxfp8+cp": (2, (*LAYOUTS["cp"][1], *MXFP8)),
+    "float8+ep": (2, (*SPLIT, "parallelism.ep=2", *FLOAT8)),
+    "tensorwise+ep": (2, (*SPLIT, "parallelism.ep=2", *TENSORWISE)),
+    "mxfp8+ep": (2, (*SPLIT, "parallelism.ep=2", *MXFP8)),
     "fused": (2, (*SPLIT, *FUSED)),
     "fused+cp": (2, (*LAYOUTS["cp"][1], *FUSED)),
 }
@@ -97,6 +100,9 @@ LEARNED |= {
     "mxfp8": MXFP8,
     "mxfp8+pp": (*MXFP8, "data.local_batch=2", UNTIED),
     "mxfp8+cp": MXFP8,
+    "float8+ep": FLOAT8,
+    "tensorwise+ep": (*TENSORWISE, "data.local_batch=4"),
+    "mxfp8+ep": MXFP8,
     "fused": FUSED,
     "fused+cp": FUSED,
 }

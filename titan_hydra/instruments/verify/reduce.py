@@ -251,11 +251,11 @@ def job_pairs(job: Job, small: Job, name: str) -> Iterator[JobPair]:
         half.precision = _without_format(small.precision)
         # From the second step on, a token near the border between two experts may choose the other one: with gpt-oss, that
         # moves the norm by 1.4e-2 in five of sixteen runs, on fsdp 2 as on cp 2, and turns the update of one bias of four.
-        # With gemma3, tp 2 moves the loss by 6.5e-4 in six steps (0.4 of the measured band).
+        # On tp 2, at 0.4 of the measured band: 9.3e-4 of the loss, and 0.3 of the gradient of a router's bias of gpt-oss.
         coarse = BF16 | {
             "loss": 2e-3 if foreign else BF16["loss"],
-            "norm": 2e-2 if foreign else 2e-3,
-            "gradients": 0.2 if sparse else 2e-2,
+            "norm": 5e-2 if foreign else 2e-3,
+            "gradients": 0.5 if foreign else 0.2 if sparse else 2e-2,
             "weights": 0.7 if foreign else 0.5 if muon else 0.3,
             "routing": not sparse,
         }
@@ -268,9 +268,8 @@ def job_pairs(job: Job, small: Job, name: str) -> Iterator[JobPair]:
         variants.append((job.precision.converter, format, _bounds_of_format(job, foreign) | {"routing": not sparse}))
     for kind, variant, bounds in variants:
         reference, microbatch = alone(variant), None
-        if variant.precision.converter:
-            microbatch = variant.data.global_batch if variant.parallelism.cp > 1 else microbatch_size(variant)
-            reference.data.local_batch = microbatch
+        if variant.precision.converter and variant.parallelism.cp == 1:
+            reference.data.local_batch = microbatch = microbatch_size(variant)
         if kind == "bfloat16":
             reference.loss = variant.loss  # one process uses the same loss: a loss in chunks rounds in other places
         options: dict[str, Any] = bounds | {"base": (identity(reference),), "documents": job.data.document_mask}
@@ -286,8 +285,8 @@ def _bounds_of_format(job: Job, foreign: bool) -> dict[str, Any]:
     """
     if not has_one_scale(job) or job.parallelism.tp * job.parallelism.cp == 1:
         return EIGHT_BITS
-    # gemma3 on tp 2, a third of the measured band: 5.6e-4 of the loss, 1.2e-2 of the norm
-    return ONE_SCALE | ({"loss": 2e-3, "norm": 5e-2} if foreign else {})
+    # gemma3: on tp 2, a third of the measured band, 5.6e-4 of the loss, 1.2e-2 of the norm; on cp 2, 0.66 of a weight
+    return ONE_SCALE | ({"loss": 2e-3, "norm": 5e-2, "gradients": 0.5, "weights": 0.8} if foreign else {})
 
 
 def _against_float64(one_process: Job, documents: bool, loose: dict[str, Any]) -> JobPair:
