@@ -188,6 +188,13 @@ def test_bad_input_is_one_line(capsys, words, expected):
     assert (status, out) == (2, "") and err.startswith(expected) and err.count("\n") == 1
 
 
+def test_a_model_with_a_tower_and_another_objective_is_one_line(capsys):
+    for more in (["--gpus", "1"], ["--gpus", "1,8"], ["gpus=1", "--cell"]):
+        assert cli.main(["plan", "model=llama3_8b_vision", "objective=language", "hardware=h100", *more]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("objective.name=language: ") and line.endswith("nearest legal: image_text")
+
+
 def test_a_model_without_a_formula_is_one_line(capsys, tmp_path, monkeypatch):
     (tmp_path / "formless.py").write_text(
         "from titan_hydra.core.models import Family, register\nfrom titan_hydra.core.models.llama3 import Llama3Config\n"

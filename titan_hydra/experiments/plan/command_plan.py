@@ -134,6 +134,8 @@ def planned_job(args: argparse.Namespace, needs_rates: bool = True) -> tuple[Job
         names = tuple(file.stem for file in option_files("hardware") if file.stem != "unknown")
         reason = "a prediction needs the device's memory and rates, such as hardware=h100"
         raise bad_value("hardware", "unknown", reason, *names)
+    if faults := checks.check(job, (checks.INPUT,)):
+        raise ConfigError("\n".join(map(str, faults)))
     return job, args.gpus[0] if args.gpus else job.gpus
 
 

@@ -45,6 +45,7 @@ LAYOUT: list[Rule] = []  # whether degrees, model and batch fit together
 RECIPE: list[Rule] = []  # whether techniques can be combined
 PLACE: list[Rule] = []  # the machine and its files
 FILES: list[Rule] = [*data.PLACE]  # of the place, the files of data
+INPUT: list[Rule] = [*objective.VALUES]  # of the values, whether the model takes what the objective gives it
 PASS: list[Rule] = [data.one_pass_is_counted]  # what only the whole data can tell
 
 
