@@ -66,6 +66,7 @@ def test_split_experts_of_every_family_learn_the_same(tmp_path):
     [
         ((*TP, "gpus=4", "parallelism.ep=2"), "parallelism.ep"),
         ((*EP, "gpus=2", "compile=block"), "compile"),
+        ((*EP, "gpus=10", "data.global_batch=10"), "parallelism.ep"),  # two experts, 64 and 192 wide, over five ranks
         (("parallelism=fsdp", "gpus=3", "parallelism.ep=3", "data.global_batch=6"), "parallelism.ep"),
     ],
 )  # fmt: skip

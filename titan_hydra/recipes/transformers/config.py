@@ -5,6 +5,7 @@ frozen, so that a run does not depend on the folder later. transformers is impor
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Self
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.data.facts import MODEL
 from titan_hydra.core.job.config.family import Linear, decoder_flops
-from titan_hydra.core.job.config.fault import Fault, bad_value, fault_at
+from titan_hydra.core.job.config.fault import Fault, bad_value, divisors, fault_at
 from titan_hydra.core.job.config.field import key
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.config.ranges import COUNT, PATH, POSITIVE, WIDTH, Interval, Text
@@ -248,6 +249,8 @@ def faults(job: Any) -> Iterator[Fault]:
     if job.parallelism.ep > 1 and job.model.expert_count and kind not in WITH_EXPERTS:
         reason = f"{said} expert parallelism is proven for {', '.join(WITH_EXPERTS)}"
         yield fault_at(job, "parallelism.ep", reason, 1)
+    if job.parallelism.ep > 1 and kind in WITH_EXPERTS:
+        yield from faults_of_expert_shards(job)
     if job.parallelism.ep > 1 and job.parallelism.tp > 1:
         yield fault_at(job, "parallelism.ep", "with tp, every rank holds all experts of a model of transformers", 1)
     if job.parallelism.ep > 1 and job.compile.name != "off":
@@ -262,6 +265,25 @@ def faults(job: Any) -> Iterator[Fault]:
     if job.parallelism.tp > 1 and job.parallelism.sequence_parallel:
         reason = "norms of a model of transformers get whole sequences"
         yield fault_at(job, "parallelism.sequence_parallel", reason, False)
+
+
+def faults_of_expert_shards(job: Any) -> Iterator[Fault]:
+    """FSDP shards the experts of an ep rank by expert if they divide evenly over the ranks that hold them, else by width."""
+    from .known import counts_of
+
+    layout, widths = job.parallelism, counts_of(job.model).expert_widths
+    ranks, experts = layout.dp_shard * layout.cp * layout.tp, job.model.expert_count
+
+    def even(ep: int) -> bool:
+        shards = ranks // ep
+        return ep == 1 or not experts // ep % shards or not any(width % shards for width in widths)
+
+    degrees = divisors(math.gcd(experts, ranks))
+    if layout.ep in degrees and not even(layout.ep):
+        reason = (
+            f"neither experts nor their widths ({', '.join(map(str, widths))}) divide over {ranks // layout.ep} ranks"
+        )
+        yield Fault("parallelism.ep", layout.ep, reason, legal=tuple(ep for ep in degrees if even(ep)))
 
 
 def linears(config: Any) -> tuple[Linear, ...]:

@@ -87,10 +87,13 @@ def build_library_model(config: TransformersConfig) -> Any:
 
 @dataclass(frozen=True)
 class Counts:
-    """What predictions and adapters need of a model: its parameters, and the linears of a block in running order."""
+    """What checks, predictions and adapters need of a model: its parameters, the linears of a block in running order, and the
+    widths of its packed experts by which FSDP may shard them.
+    """
 
     parameters: int
     linears: tuple[Linear, ...]
+    expert_widths: tuple[int, ...]
 
 
 def counts_of(config: TransformersConfig) -> Counts:
@@ -102,13 +105,14 @@ def counts_of(config: TransformersConfig) -> Counts:
 
 @lru_cache(maxsize=8)
 def _counts(section: str) -> Counts:
-    from torch import device, nn
+    import torch
+    from torch import nn
 
     from .model import Transformers
     from .sharding import words_of_plan
 
     config = cast("TransformersConfig", from_dict(Model, json.loads(section)))
-    with device("meta"):
+    with torch.device("meta"):
         model = Transformers(config, 1)
     found: dict[str, Linear] = {}
     for block in model.layers.values():
@@ -119,4 +123,6 @@ def _counts(section: str) -> Counts:
                 word = words.get(path, "")
                 column = word.startswith("colwise")
                 found[name] = Linear(name, part.in_features, part.out_features, column=column, whole=not word)
-    return Counts(sum(parameter.numel() for parameter in model.parameters()), tuple(found.values()))
+    parameters = dict(model.named_parameters())
+    widths = {weight.shape[1] for name, weight in parameters.items() if ".experts." in name and weight.dim() > 1}
+    return Counts(sum(map(torch.numel, parameters.values())), tuple(found.values()), tuple(sorted(widths)))

@@ -12,11 +12,11 @@ from titan_hydra.core.job.ranks import expert_degrees, sparse
 
 def dense_models_have_no_expert_ranks(job: Job) -> Iterator[Fault]:
     """`ep` splits experts and `debug.balance_experts` balances them, but a dense model has no experts."""
-    none = f"{job.model.family} has no experts"
+    family = job.model.family
     if not job.model.expert_count:
-        yield from required(job, ("parallelism.ep", 1, f"{none} to split"))
+        yield from required(job, ("parallelism.ep", 1, f"{family} has no experts to split"))
     if not job.model.sparse:
-        yield from required(job, ("debug.balance_experts", False, f"{none} of this package"))
+        yield from required(job, ("debug.balance_experts", False, f"{family} has no router of this package"))
 
 
 def experts_divide_over_their_ranks(job: Job) -> Iterator[Fault]:
