@@ -37,7 +37,7 @@ MUTANTS = [
            "The gradients that experts pass back to their tokens are doubled.", (QWEN,), like="pytorch/torchtitan#4054"),
     Mutant("rows that arrive stay in the order of their ranks", "ep", EXPERTS, "    moves = ends.view_as(counts) -",
            "    moves = 0 * ends.view_as(counts) - 0 *", "Experts compute rows that were sent to other experts.", (QWEN,)),
-    Mutant("experts are not sharded over tp", "ep, tp", MESH, " or (sparse and degrees.tp > 1)", "",
+    Mutant("experts are not sharded over tp", "ep, tp", MESH, "degrees.cp > 1 or (sparse and degrees.tp > 1)", "degrees.cp > 1",
            "Without expert parallelism, each tensor-parallel rank trains its experts on its own part of the tokens.", (QWEN_WHOLE,),
            like="pytorch/torchtitan#4054"),
     Mutant("biases follow the tokens of one rank", "ep", EXPERTS, "        dist.all_reduce(sums, group=mesh.stage)\n", "        pass\n",

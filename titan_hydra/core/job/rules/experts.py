@@ -13,7 +13,7 @@ from titan_hydra.core.job.ranks import expert_degrees, sparse
 def dense_models_have_no_expert_ranks(job: Job) -> Iterator[Fault]:
     """`ep` splits experts and `debug.balance_experts` balances them, but a dense model has no experts."""
     family = job.model.family
-    if not job.model.expert_count:
+    if job.parallelism.ep > 1 and not job.model.expert_count:
         yield from required(job, ("parallelism.ep", 1, f"{family} has no experts to split"))
     if not job.model.sparse:
         yield from required(job, ("debug.balance_experts", False, f"{family} has no router of this package"))
@@ -21,8 +21,8 @@ def dense_models_have_no_expert_ranks(job: Job) -> Iterator[Fault]:
 
 def experts_divide_over_their_ranks(job: Job) -> Iterator[Fault]:
     """Each ep rank holds the same number of whole experts. The ep ranks are the ranks of dp_shard x cp x tp."""
-    experts, degrees, ep = job.model.expert_count, job.parallelism, job.parallelism.ep
-    if not experts:
+    degrees, ep = job.parallelism, job.parallelism.ep
+    if ep == 1 or not (experts := job.model.expert_count):
         return
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
     if ranks % ep:
