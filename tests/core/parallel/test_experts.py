@@ -335,7 +335,7 @@ def test_a_bias_is_float32_in_every_precision(on_ranks):
         ),
         (
             ("parallelism=single", "model=qwen3_debug", "debug.balance_experts=true"),
-            "debug.balance_experts=true: qwen3 has no experts",
+            "debug.balance_experts=true: qwen3 has no router",
         ),
         (
             ("parallelism=fsdp", "gpus=2", "model=qwen3_debug", "parallelism.ep=2"),
