@@ -205,6 +205,7 @@ def test_shards_run_side_by_side_and_what_needs_the_device_runs_last(tmp_path):
         "one process of 1",
         "one process of 1, compiled",
         "layouts of 2",
+        "runs of 2",
     }
     failed = tmp_path / "failed.jsonl"
     header, *found = (tmp_path / "tests.jsonl").read_text().splitlines()

@@ -72,7 +72,7 @@ def test_a_job_that_sbatch_denies_is_found_and_trains_once(submit):
         with replaced(submit, sbatch=failing(submit), squeue="#!/bin/sh\nexit 1\n"):
             done = submit.run(*silent)
         assert done.returncode == 1 and "Socket timed out" in done.stderr, done.stdout + done.stderr
-        assert "may have" in done.stderr, done.stderr
+        assert "not known whether" in done.stderr, done.stderr
         with replaced(submit, sbatch=failing(submit, late=9)):
             done = submit.run(*late)
         assert done.returncode == 1 and "SLURM refused 1 cell" in done.stderr, done.stdout + done.stderr
