@@ -72,7 +72,7 @@ def job_of(case: Case, steps: int = STEPS) -> Job:
 
 
 def reference_of(case: Case, steps: int = STEPS) -> Job:
-    """Return the job of a case's reference: in one process, which has `case.microbatch` or the global batch at once."""
+    """Return the job of a case's reference: one process, whose local batch is `case.microbatch` or the global batch."""
     alone = later_wins(*BASE, f"steps={steps}", *case.base, "parallelism=single", "data.local_batch=1")
     job = compose_job(*alone, config_dir=case.config_dir)
     job.data.local_batch = case.microbatch or job.data.global_batch

@@ -5,7 +5,6 @@ frozen, so that a run does not depend on the folder later. transformers is impor
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Self
 from titan_hydra.core.base.errors import ConfigError
 from titan_hydra.core.data.facts import MODEL
 from titan_hydra.core.job.config.family import Linear, decoder_flops
-from titan_hydra.core.job.config.fault import Fault, bad_value, divisors, fault_at
+from titan_hydra.core.job.config.fault import Fault, bad_value, fault_at
 from titan_hydra.core.job.config.field import key
 from titan_hydra.core.job.config.model import Model
 from titan_hydra.core.job.config.ranges import COUNT, PATH, POSITIVE, WIDTH, Interval, Text
@@ -161,11 +160,8 @@ PROVEN = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3"),
     *("glm4", "olmo2"),
 )
-WITH_EXPERTS = (
-    "qwen3_moe",
-    "mixtral",
-    "gpt_oss",
-)  # those whose experts were compared with one process when they are split
+# Model types whose experts, split over ranks, were compared with one process.
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss")
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of the number of experts in a config.json
 REDUCED = {  # keys of a config.json that proofs reduce, and their largest values there
     "sliding_window": 8,
@@ -269,6 +265,8 @@ def faults(job: Any) -> Iterator[Fault]:
 
 def faults_of_expert_shards(job: Any) -> Iterator[Fault]:
     """FSDP shards the experts of an ep rank by expert if they divide evenly over the ranks that hold them, else by width."""
+    from titan_hydra.core.job.ranks import expert_degrees
+
     from .known import counts_of
 
     layout, widths = job.parallelism, counts_of(job.model).expert_widths
@@ -278,7 +276,7 @@ def faults_of_expert_shards(job: Any) -> Iterator[Fault]:
         shards = ranks // ep
         return ep == 1 or not experts // ep % shards or not any(width % shards for width in widths)
 
-    degrees = divisors(math.gcd(experts, ranks))
+    degrees = expert_degrees(job, ranks)
     if layout.ep in degrees and not even(layout.ep):
         reason = (
             f"neither experts nor their widths ({', '.join(map(str, widths))}) divide over {ranks // layout.ep} ranks"

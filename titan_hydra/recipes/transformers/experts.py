@@ -38,7 +38,7 @@ class RoutedExperts(nn.Module):
         """
         own: Any = self
         parts = {name: own.read(weight) for name, weight in self.named_parameters(recurse=False)}
-        if not len(rows):  # all ranks take part in the reduction of gradients
+        if not len(rows):  # the weights still need a gradient, of 0: all ranks take part in its reduction
             return rows + sum(part.flatten()[:1].sum() * 0 for part in parts.values())
         experts = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
         own.num_experts = len(counts)
